@@ -1,0 +1,1 @@
+"""The scheduler service: every decision of the server, on a CPU, without torch."""

@@ -1,0 +1,167 @@
+"""Users and names of every block: who holds it, and which prefix it can still be hit for.
+
+users  name   meaning                                   in the free queue
+> 0    set    in use, shareable                         no
+> 0    none   being written                             no
+0      set    idle, content kept, can be hit            yes
+0      none   empty                                     yes
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from scheduler_svc.core.block_hash import BlockHash
+from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId, FreeBlockQueue
+
+
+class BlockPool:
+    """`num_blocks` usable blocks, ids 1 .. num_blocks; id 0 is the null block.
+
+    Two blocks may come to hold equal content, since block tables only grow at their end and
+    ids that workers know never change. Each keeps its name; lookup finds the first.
+
+    Cost: O(1) per block moved.
+    """
+
+    __slots__ = ("_free", "_index", "_names", "_twins", "_users", "num_blocks", "num_idle_cached")
+
+    def __init__(self, num_blocks: int) -> None:
+        self.num_blocks = num_blocks
+        self.num_idle_cached = 0
+        self._free = FreeBlockQueue(num_blocks)
+        self._users = [0] * (num_blocks + 1)
+        self._names: list[BlockHash | None] = [None] * (num_blocks + 1)
+        self._index: dict[BlockHash, BlockId] = {}
+        self._twins: dict[BlockHash, list[BlockId]] = {}
+
+    @property
+    def num_free(self) -> int:
+        """Blocks without a user: empty, or idle with content."""
+        return len(self._free)
+
+    @property
+    def num_empty(self) -> int:
+        """Blocks without a user and without content."""
+        return len(self._free) - self.num_idle_cached
+
+    @property
+    def num_used(self) -> int:
+        """Blocks with a user."""
+        return self.num_blocks - len(self._free)
+
+    def lookup(self, name: BlockHash) -> BlockId | None:
+        """Return a block with this name, or None. Changes nothing."""
+        return self._index.get(name)
+
+    def count_idle(self, blocks: Iterable[BlockId]) -> int:
+        """Return how many of the blocks have no user, so that sharing them takes free ones."""
+        users = self._users
+        return sum(1 for block in blocks if users[block] == 0)
+
+    def share(self, blocks: Iterable[BlockId]) -> None:
+        """Add a user to each block. Idle ones leave the free queue."""
+        users = self._users
+        for block in blocks:
+            if users[block] == 0:
+                self._free.remove(block)
+                self.num_idle_cached -= 1
+            users[block] += 1
+
+    def allocate(self, count: int) -> list[BlockId]:
+        """Hand out `count` blocks, each with one user, evicting idle content as needed.
+
+        Raises: IndexError if fewer are free. Nothing is changed then.
+        """
+        blocks = self._free.pop(count)
+        users, names = self._users, self._names
+        for block in blocks:
+            if names[block] is not None:
+                self._forget(block)
+                self.num_idle_cached -= 1
+            users[block] = 1
+        return blocks
+
+    def release(self, blocks: Sequence[BlockId]) -> None:
+        """Take a user from each block, given in the order in which they shall be reused.
+
+        Empty blocks go to the head of the free queue, named ones to its tail.
+        """
+        users, names = self._users, self._names
+        empty: list[BlockId] = []
+        named: list[BlockId] = []
+        for block in blocks:
+            users[block] -= 1
+            if users[block] == 0:
+                (empty if names[block] is None else named).append(block)
+        self._free.push_front(empty)
+        self._free.push(named)
+        self.num_idle_cached += len(named)
+
+    def publish(self, block: BlockId, name: BlockHash) -> None:
+        """Give a block in use its name, so that it can be hit."""
+        self._names[block] = name
+        if self._index.setdefault(name, block) != block:
+            self._twins.setdefault(name, []).append(block)
+
+    def retract(self, block: BlockId) -> None:
+        """Take a block's name away, since its content is in doubt. No name: nothing happens."""
+        if self._names[block] is None:
+            return
+        self._forget(block)
+        if self._users[block] == 0:
+            self.num_idle_cached -= 1
+            self._free.remove(block)
+            self._free.push_front([block])
+
+    def flush(self) -> int:
+        """Take every name away and return how many there were. Users keep their blocks."""
+        named = [BlockId(b) for b, name in enumerate(self._names) if name is not None]
+        for block in named:
+            self.retract(block)
+        return len(named)
+
+    def _forget(self, block: BlockId) -> None:
+        name = self._names[block]
+        if name is None:
+            return
+        self._names[block] = None
+        twins = self._twins.get(name)
+        if twins is None:
+            del self._index[name]
+            return
+        if self._index[name] == block:
+            self._index[name] = twins.pop(0)
+        else:
+            twins.remove(block)
+        if not twins:
+            del self._twins[name]
+
+    def check(self, tables: Iterable[Sequence[BlockId]]) -> None:
+        """Prove that users, names, index and free queue agree with the block tables.
+
+        Raises: InvariantError. Cost: O(blocks); for tests and watchdogs.
+        """
+        expected = Counter(block for table in tables for block in table)
+        free = list(self._free)
+        _require(len(set(free)) == len(free) == self.num_free, "free queue holds a block twice")
+        _require(NULL_BLOCK not in free and NULL_BLOCK not in expected, "null block handed out")
+        for block in range(1, self.num_blocks + 1):
+            users = self._users[block]
+            _require(users == expected[BlockId(block)], f"block {block} has {users} users")
+            _require((users == 0) == (block in set(free)), f"block {block} is lost or free in use")
+        idle = [block for block in free if self._names[block] is not None]
+        _require(len(idle) == self.num_idle_cached, "idle blocks miscounted")
+        named: dict[BlockHash, list[BlockId]] = {}
+        for number, name in enumerate(self._names):
+            if name is not None:
+                named.setdefault(name, []).append(BlockId(number))
+        _require(named.keys() == self._index.keys(), "index and names differ")
+        for name, blocks in named.items():
+            found = [self._index[name], *self._twins.get(name, [])]
+            _require(sorted(found) == blocks, "index points to a block of another name")
+
+
+def _require(claim: bool, message: str) -> None:  # noqa: FBT001 - a claim is a boolean
+    if not claim:
+        raise InvariantError(message)

@@ -1,0 +1,29 @@
+"""What has happened since start, as plain numbers the shell reads."""
+
+from dataclasses import dataclass
+
+
+@dataclass(slots=True)
+class Counters:
+    """Totals since start. They only grow."""
+
+    steps: int = 0
+    """Results applied."""
+
+    prompt_tokens: int = 0
+    """Prompt tokens of admitted requests, each request once."""
+
+    generation_tokens: int = 0
+    """Tokens sampled for live requests."""
+
+    prefix_queries: int = 0
+    """Tokens looked up in the prefix cache, at first admission only."""
+
+    prefix_hits: int = 0
+    """Of these, tokens found."""
+
+    preemptions: int = 0
+    """Requests that lost their blocks, each time."""
+
+    recomputed_tokens: int = 0
+    """Tokens computed a second time after preemptions."""

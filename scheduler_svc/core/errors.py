@@ -1,0 +1,74 @@
+"""Why a request is refused, and what counts as our own bug.
+
+RequestError               the caller's fault, or a limit the caller met
+ ├ InvalidRequestError     a field is out of its bound
+ │  └ NeverFitsError       no pool of this server could ever hold it
+ ├ DuplicateRequestError   a live request has this id
+ ├ QueueFullError          too many requests wait
+ ├ UnknownModelError       no such model is served
+ ├ NotServedError          a field of the protocol that this version does not serve
+ ├ UnavailableError        no worker, or draining
+ ├ SlowReaderError         the caller reads more slowly than its tokens come
+ └ DeadlineError           the caller's deadline passed
+InvariantError             ours: never caught, the process ends
+"""
+
+
+class RequestError(Exception):
+    """A request cannot be served. The message is a sentence for the caller."""
+
+
+class InvalidRequestError(RequestError):
+    """A field is out of its bound; the message names field, value and bound."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class NeverFitsError(InvalidRequestError):
+    """The request needs more KV memory than the whole pool has."""
+
+
+class DuplicateRequestError(RequestError):
+    """A live request has the same id."""
+
+
+class _RetryableError(RequestError):
+    """The same request may succeed later."""
+
+    def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueFullError(_RetryableError):
+    """The waiting queue is at its limit."""
+
+
+class UnavailableError(_RetryableError):
+    """No worker is ready, or the server drains."""
+
+
+class UnknownModelError(RequestError):
+    """No model of this name is served."""
+
+
+class NotServedError(RequestError):
+    """A field of the protocol that this server does not serve yet."""
+
+    def __init__(self, field: str, message: str) -> None:
+        super().__init__(message)
+        self.field = field
+
+
+class SlowReaderError(RequestError):
+    """More output piled up than the stream's bound."""
+
+
+class DeadlineError(RequestError):
+    """The caller's deadline passed."""
+
+
+class InvariantError(AssertionError):
+    """The scheduler contradicts itself. Never caught."""

@@ -1,0 +1,96 @@
+"""The steps in flight: what each will answer, and which names rest on it.
+
+Names are given when a step is planned, before its keys and values exist. Until the result
+arrives they are unconfirmed: the journal knows them, so that a lost step takes them back.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.step_plan import Int32Array
+
+
+@dataclass(slots=True, eq=False)
+class FlyingStep:
+    """A planned step without a result."""
+
+    step_id: int
+    """The plan's."""
+
+    rows: Int32Array
+    """[R] Rows that run, ascending."""
+
+    generations: Int32Array
+    """[R] Whose they were: `Rows.generation` when the step was planned."""
+
+    samples: npt.NDArray[np.bool_]
+    """[R] Whether the row samples."""
+
+    orphans: dict[int, Request] = field(default_factory=dict)
+    """Preempted requests that still get what their old row samples here."""
+
+    published: list[tuple[int, BlockId]] = field(default_factory=list)
+    """Blocks named on the strength of this step, each with the row that fills it."""
+
+    def ran_for(self, row: int, generation: int) -> bool:
+        """Whether the row runs in this step for the request of that generation."""
+        place = int(np.searchsorted(self.rows, row))
+        return (
+            place < len(self.rows)
+            and int(self.rows[place]) == row
+            and int(self.generations[place]) == generation
+        )
+
+
+class Journal:
+    """The flying steps, oldest first. Bounded by the pipeline depth."""
+
+    __slots__ = ("_steps",)
+
+    def __init__(self) -> None:
+        self._steps: deque[FlyingStep] = deque()
+
+    def __len__(self) -> int:
+        return len(self._steps)
+
+    def __iter__(self) -> Iterator[FlyingStep]:
+        return iter(self._steps)
+
+    @property
+    def oldest_step_id(self) -> int | None:
+        """Step whose result comes next."""
+        return self._steps[0].step_id if self._steps else None
+
+    def add(self, step: FlyingStep) -> None:
+        """Append the newest step."""
+        self._steps.append(step)
+
+    def pop(self) -> FlyingStep:
+        """Remove and return the oldest step. There must be one."""
+        return self._steps.popleft()
+
+    def note_published(self, row: int, block: BlockId) -> None:
+        """Record a name that rests on the newest step, if any is in flight."""
+        if self._steps:
+            self._steps[-1].published.append((row, block))
+
+    def adopt(self, request: Request, row: int, generation: int) -> int:
+        """Let a preempted request have what its row still samples; return how many tokens."""
+        pending = 0
+        for step in self._steps:
+            if step.ran_for(row, generation):
+                step.orphans[row] = request
+                pending += int(step.samples[np.searchsorted(step.rows, row)])
+        return pending
+
+    def clear(self) -> list[BlockId]:
+        """Forget every step; return the blocks whose names rested on them."""
+        unconfirmed = [block for step in self._steps for _, block in step.published]
+        self._steps.clear()
+        return unconfirmed

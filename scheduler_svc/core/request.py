@@ -1,0 +1,175 @@
+"""One request: what was asked, and how far it has come."""
+
+from array import array
+from dataclasses import dataclass
+from enum import Enum
+
+from scheduler_svc.core.block_hash import BlockHash, ExtraKeys
+from scheduler_svc.core.free_block_queue import BlockId
+
+
+class FinishReason(Enum):
+    """Why a request ended."""
+
+    STOP = "stop"
+    """An end-of-sequence id, a stop id or a stop string."""
+
+    LENGTH = "length"
+    """Its own bound or the model's length."""
+
+    ABORT = "abort"
+    """Someone ended it."""
+
+    ERROR = "error"
+    """It could not be computed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How the next token is drawn; every value is in its bound."""
+
+    temperature: float
+    """0 takes the most likely token."""
+
+    top_k: int = 0
+    """0: all."""
+
+    top_p: float = 1.0
+    """1: all."""
+
+    min_p: float = 0.0
+    """0: all."""
+
+    seed: int = 0
+    """64 bits. Draws are a function of (seed, sequence index, position) alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopping:
+    """When a request ends."""
+
+    max_output_tokens: int | None
+    """At least 1. None: as many as the model's length and the pool allow."""
+
+    eos_token_ids: frozenset[int] = frozenset()
+    """Ids that end the output as the model's own end of sequence."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    """Further ids that end the output, and are named as its stop."""
+
+    min_output_tokens: int = 0
+    """Tokens before any stop id counts."""
+
+
+class Request:
+    """A prompt and its output so far.
+
+    While the request runs, its tokens live in the scheduler's rows; `tokens` is complete
+    while it waits and after it has finished.
+    """
+
+    __slots__ = (
+        "admitted_tokens",
+        "arrival_ns",
+        "blocks",
+        "computed_before_preemption",
+        "deadline_ns",
+        "error",
+        "extra",
+        "finish_reason",
+        "finished_ns",
+        "first_scheduled_ns",
+        "first_step_id",
+        "first_token_ns",
+        "hashes",
+        "last_step_id",
+        "limit",
+        "num_cached_tokens",
+        "num_pending_tokens",
+        "num_prompt_tokens",
+        "num_recomputed_tokens",
+        "preemption_times_ns",
+        "priority",
+        "read_cache",
+        "request_id",
+        "row",
+        "sampling",
+        "sequence",
+        "stop_token_id",
+        "stopping",
+        "tokens",
+    )
+
+    def __init__(
+        self,
+        request_id: str,
+        prompt: "array[int]",
+        sampling: Sampling,
+        stopping: Stopping,
+        *,
+        extra: ExtraKeys | None = None,
+        read_cache: bool = True,
+        priority: int = 0,
+        arrival_ns: int = 0,
+        deadline_ns: int | None = None,
+    ) -> None:
+        self.request_id = request_id
+        self.tokens = array("i", prompt)
+        self.num_prompt_tokens = len(prompt)
+        self.sampling = sampling
+        self.stopping = stopping
+        self.extra = extra or ExtraKeys()
+        self.read_cache = read_cache
+        self.priority = priority
+        self.arrival_ns = arrival_ns
+        self.deadline_ns = deadline_ns
+
+        # Kept by the scheduler.
+        self.sequence = -1
+        """Order of arrival."""
+        self.limit = 0
+        """Tokens at which the request ends: prompt and output."""
+        self.row: int | None = None
+        """Its row while it runs."""
+        self.blocks: list[BlockId] = []
+        """Its block table while it runs."""
+        self.hashes: list[BlockHash] = []
+        """Names of its full blocks, as far as they were needed."""
+        self.num_pending_tokens = 0
+        """Tokens of a preempted request that steps in flight still sample."""
+        self.computed_before_preemption = 0
+        """Tokens whose keys and values its last preemption threw away."""
+        self.admitted_tokens = 0
+        """Tokens found in the cache when it was last admitted."""
+
+        # Facts for the account.
+        self.num_cached_tokens = 0
+        self.num_recomputed_tokens = 0
+        self.preemption_times_ns: list[int] = []
+        self.first_scheduled_ns: int | None = None
+        self.first_token_ns: int | None = None
+        self.finished_ns: int | None = None
+        self.first_step_id: int | None = None
+        self.last_step_id: int | None = None
+        self.finish_reason: FinishReason | None = None
+        self.stop_token_id: int | None = None
+        self.error = ""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens known, while the request does not run."""
+        return len(self.tokens)
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens generated, while the request does not run."""
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
+    def num_preemptions(self) -> int:
+        """How often the request lost its blocks."""
+        return len(self.preemption_times_ns)
+
+    def output_token_ids(self) -> "array[int]":
+        """Return the generated ids, while the request does not run."""
+        return self.tokens[self.num_prompt_tokens :]

@@ -1,0 +1,160 @@
+"""The running requests' progress as columns, one place per row.
+
+A step over hundreds of rows touches these arrays a few times each and makes no object per
+row. What is read once per request, not once per step, stays on `Request`.
+"""
+
+from array import array
+from collections.abc import Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.step_plan import Int32Array
+
+NO_TOKEN = -1
+
+
+class Rows:
+    """`max_rows` places of at most `max_len` tokens.
+
+    Shapes, R rows, L tokens, K stop ids, all int32:
+        tokens             [R, L]  known ids; those behind num_tokens are stale
+        num_prompt         [R]     tokens of the prompt
+        num_tokens         [R]     tokens known
+        num_pending        [R]     tokens that steps in flight will sample
+        num_computed       [R]     tokens with keys and values, planned steps included
+        num_last_new       [R]     tokens the row ran in the latest plan; 0: it did not run
+        num_blocks         [R]     blocks held
+        num_published      [R]     of these, blocks that have a name
+        limit              [R]     tokens at which the request ends
+        first_stop         [R]     num_tokens from which stop ids count
+        stop_ids           [R, K]  ids that end the row, padded with -1
+        generation         [R]     raised whenever the row changes hands
+    """
+
+    __slots__ = (
+        "_free",
+        "_order",
+        "_order_stale",
+        "first_stop",
+        "generation",
+        "limit",
+        "num_blocks",
+        "num_computed",
+        "num_last_new",
+        "num_pending",
+        "num_prompt",
+        "num_published",
+        "num_tokens",
+        "owners",
+        "running",
+        "stop_ids",
+        "tokens",
+    )
+
+    def __init__(self, max_rows: int, max_len: int) -> None:
+        def column() -> Int32Array:
+            return np.zeros(max_rows, dtype=np.int32)
+
+        # Pages of this array are touched only as rows grow.
+        self.tokens: Int32Array = np.zeros((max_rows, max_len), dtype=np.int32)
+        self.num_prompt = column()
+        self.num_tokens = column()
+        self.num_pending = column()
+        self.num_computed = column()
+        self.num_last_new = column()
+        self.num_blocks = column()
+        self.num_published = column()
+        self.limit = column()
+        self.first_stop = column()
+        self.stop_ids: Int32Array = np.full((max_rows, 4), NO_TOKEN, dtype=np.int32)
+        self.generation = column()
+        self.owners: list[Request | None] = [None] * max_rows
+        self.running: list[Request] = []
+        """Requests with a row, in order of arrival."""
+        self._free = list(range(max_rows))
+        heapify(self._free)
+        self._order: Int32Array = np.zeros(0, dtype=np.int32)
+        self._order_stale = False
+
+    @property
+    def has_room(self) -> bool:
+        """A row is free."""
+        return bool(self._free)
+
+    @property
+    def order(self) -> Int32Array:
+        """[running] The rows in order of arrival. Valid until a row is taken or given back."""
+        if self._order_stale:
+            self._order = np.array([request.row for request in self.running], dtype=np.int32)
+            self._order_stale = False
+        return self._order
+
+    def owner(self, row: int) -> Request:
+        """Return the request in a row that has one."""
+        request = self.owners[row]
+        if request is None:
+            raise InvariantError(f"row {row} has no owner")
+        return request
+
+    def owners_of(self, rows: Sequence[int]) -> list[Request]:
+        """Return the requests in rows that all have one."""
+        owners = self.owners
+        return [request for row in rows if (request := owners[row]) is not None]
+
+    def take(self, request: Request, num_computed: int, num_new: int) -> int:
+        """Give a request the lowest free row, with its tokens and `request.blocks`."""
+        row = heappop(self._free)
+        num_tokens = len(request.tokens)
+        self.tokens[row, :num_tokens] = np.frombuffer(request.tokens, dtype=np.int32)
+        self.num_prompt[row] = request.num_prompt_tokens
+        self.num_tokens[row] = num_tokens
+        self.num_pending[row] = 0
+        self.num_computed[row] = num_computed
+        self.num_last_new[row] = num_new
+        self.num_blocks[row] = len(request.blocks)
+        self.num_published[row] = 0
+        self.limit[row] = request.limit
+        self.first_stop[row] = request.num_prompt_tokens + request.stopping.min_output_tokens
+        self._set_stop_ids(row, request.stopping.eos_token_ids | request.stopping.stop_token_ids)
+        self.owners[row] = request
+        request.row = row
+        place = len(self.running)
+        while place and self.running[place - 1].sequence > request.sequence:
+            place -= 1
+        self.running.insert(place, request)
+        self._order_stale = True
+        return row
+
+    def give_back(self, request: Request) -> int:
+        """Free a request's row, handing its tokens back to it. Return the row."""
+        row = request.row
+        if row is None:
+            raise InvariantError(f"request {request.request_id} has no row")
+        request.tokens = array("i", self.tokens[row, : self.num_tokens[row]].tobytes())
+        request.row = None
+        self.generation[row] += 1
+        self.num_last_new[row] = 0
+        self.owners[row] = None
+        self.running.remove(request)
+        heappush(self._free, row)
+        self._order_stale = True
+        return row
+
+    def stops(self, rows: Int32Array, sampled: Int32Array) -> npt.NDArray[np.bool_]:
+        """[S] Whether the id just appended to each row is one of its stop ids, and counts."""
+        hit: npt.NDArray[np.bool_] = np.any(self.stop_ids[rows] == sampled[:, None], axis=1)
+        hit &= self.num_tokens[rows] >= self.first_stop[rows]
+        return hit
+
+    def _set_stop_ids(self, row: int, ids: frozenset[int]) -> None:
+        width = self.stop_ids.shape[1]
+        if len(ids) > width:
+            more = np.full((len(self.owners), len(ids) - width), NO_TOKEN, dtype=np.int32)
+            self.stop_ids = np.concatenate([self.stop_ids, more], axis=1)
+        self.stop_ids[row] = NO_TOKEN
+        self.stop_ids[row, : len(ids)] = sorted(ids)

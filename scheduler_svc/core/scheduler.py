@@ -1,0 +1,601 @@
+"""The scheduler: who runs in the next step, with which blocks, and what a result changes."""
+
+from bisect import insort
+from collections import deque
+
+import numpy as np
+
+from scheduler_svc.core.block_hash import BlockHash, hash_full_blocks
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.counters import Counters
+from scheduler_svc.core.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    InvariantError,
+    NeverFitsError,
+    QueueFullError,
+)
+from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.journal import FlyingStep, Journal
+from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.step_draft import StepDraft
+from scheduler_svc.core.step_plan import (
+    AdmittedRow,
+    Int32Array,
+    StepOutcome,
+    StepPlan,
+    StepResult,
+)
+
+
+class Scheduler:
+    """One worker group's queue, rows and blocks.
+
+    Call `schedule` until it returns None, send the plans in order, and give each result to
+    `apply` in the same order. Every method is synchronous and takes the time as an argument.
+
+    Invariant: blocks, names and tables agree after each call; `check` proves it.
+    """
+
+    def __init__(self, limits: Limits, *, enable_prefix_caching: bool = True) -> None:
+        self.limits = limits
+        self.counters = Counters()
+        self._caching = enable_prefix_caching
+        self._rows = Rows(limits.max_num_seqs, limits.max_model_len)
+        self._waiting: deque[Request] = deque()
+        self._live: dict[str, Request] = {}
+        self._journal = Journal()
+        self._pool: BlockPool | None = None
+        self._root = BlockHash(b"")
+        self._connected = False
+        self._reset = True
+        self._next_step_id = 0
+        self._next_sequence = 0
+        self._released_rows: list[int] = []
+
+    # What the shell reads.
+
+    @property
+    def pool(self) -> BlockPool | None:
+        """The blocks, once a worker group has joined."""
+        return self._pool
+
+    @property
+    def num_in_flight(self) -> int:
+        """Plans without a result."""
+        return len(self._journal)
+
+    @property
+    def num_running(self) -> int:
+        """Requests with a row."""
+        return len(self._rows.running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Requests in the queue."""
+        return len(self._waiting)
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Known tokens of the requests in the queue."""
+        return sum(request.num_tokens for request in self._waiting)
+
+    @property
+    def has_work(self) -> bool:
+        """A request is live."""
+        return bool(self._live)
+
+    # The worker group's life.
+
+    def start_epoch(self, num_blocks: int, root: BlockHash, now_ns: int) -> list[Request]:
+        """Take a worker group whose cache of `num_blocks` usable blocks is empty.
+
+        Returns: the requests that ended with an error, since they fit this pool no more.
+        """
+        self.lose_worker(now_ns)
+        self._pool = BlockPool(num_blocks)
+        if root != self._root:
+            self._root = root
+            for request in self._waiting:
+                request.hashes.clear()
+        unfit = []
+        for request in list(self._waiting):
+            try:
+                request.limit = self._limit_of(request)
+            except NeverFitsError as error:
+                request.error = str(error)
+                self._end(request, FinishReason.ERROR, now_ns)
+                unfit.append(request)
+        self._connected = True
+        return unfit
+
+    def rejoin(self, now_ns: int) -> None:
+        """Take the same workers back after their connection was lost, with their cache."""
+        if self._pool is None:
+            raise InvariantError("a worker group returned that never joined")
+        self.lose_worker(now_ns)
+        self._connected = True
+
+    def lose_worker(self, now_ns: int) -> None:
+        """Preempt everything and forget the steps in flight, with the names that rest on them.
+
+        Confirmed names stay: `rejoin` can hit them, `start_epoch` drops them.
+        """
+        self._connected = False
+        self._reset = True
+        self._next_step_id = 0
+        unconfirmed = self._journal.clear()
+        for request in reversed(list(self._rows.running)):
+            self._preempt(request, now_ns)
+        for request in self._waiting:
+            request.num_pending_tokens = 0
+        self._released_rows.clear()
+        if self._pool is not None:
+            for block in unconfirmed:
+                self._pool.retract(block)
+
+    # A request's life.
+
+    def add(self, request: Request, now_ns: int) -> None:
+        """Queue a request.
+
+        Raises: RequestError, saying why it can never or not now be served. Nothing is
+            changed then.
+        """
+        if request.request_id in self._live:
+            raise DuplicateRequestError(
+                f"request_id {request.request_id!r} is the id of a live request"
+            )
+        if request.num_prompt_tokens == 0:
+            raise InvalidRequestError("prompt", "prompt is empty, must have at least one token")
+        limit = self._limit_of(request)
+        if len(self._waiting) >= self.limits.max_waiting_requests:
+            raise QueueFullError(
+                f"{len(self._waiting)} requests wait, at most "
+                f"{self.limits.max_waiting_requests} may"
+            )
+        request.limit = limit
+        request.sequence = self._next_sequence
+        request.arrival_ns = request.arrival_ns or now_ns
+        self._next_sequence += 1
+        self._live[request.request_id] = request
+        self._waiting.append(request)
+
+    def finish(self, request: Request, num_output_tokens: int, now_ns: int) -> None:
+        """End a request as stopped, with only its first `num_output_tokens`."""
+        if request.finish_reason is None:
+            self._end(request, FinishReason.STOP, now_ns)
+            del request.tokens[request.num_prompt_tokens + num_output_tokens :]
+
+    def abort(
+        self, request: Request, now_ns: int, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        """End a request at once; its row and blocks are free when this returns."""
+        if request.finish_reason is None:
+            self._end(request, reason, now_ns)
+
+    def flush_cache(self) -> int:
+        """Take every block's name away; return how many there were."""
+        return self._pool.flush() if self._pool else 0
+
+    # A step's life.
+
+    def schedule(self, now_ns: int) -> StepPlan | None:
+        """Choose the next step's work, or None if there is none now.
+
+        There are no phases. A request has tokens known, some of which are in the cache; a
+        step closes as much of that gap as the token budget and the free blocks allow. A long
+        gap is a prefill, cut where the budget ends; a gap of one is a decode. A token that a
+        step in flight will sample counts as known: the worker fills it in.
+
+        Running requests come first, in order of arrival. When blocks run out the newest
+        gives its own back, and nothing is admitted in that step.
+        """
+        pool = self._pool
+        if pool is None or not self._connected or self.num_in_flight >= self.limits.pipeline_depth:
+            return None
+        draft = StepDraft(budget=self.limits.max_num_batched_tokens)
+        self._continue_running(draft, pool, now_ns)
+        if not draft.num_preempted or not draft.has_rows:
+            self._admit_waiting(draft, pool, now_ns)
+        if not draft.has_rows:
+            if self._live and not self.num_in_flight:
+                raise InvariantError(
+                    f"no progress: {self.num_running} running, {self.num_waiting} waiting, "
+                    f"{pool.num_free} of {pool.num_blocks} blocks free"
+                )
+            return None
+        return self._seal(draft)
+
+    def apply(self, result: StepResult, now_ns: int) -> StepOutcome:
+        """Append what the oldest step in flight sampled; end what has ended.
+
+        Raises: ValueError if the result is not that step's, or has too few or too many
+            tokens: the worker's fault. Nothing is changed then.
+        """
+        failed = {row for row, _ in result.row_errors}
+        step = self._take_step(result, failed)
+        self.counters.steps += 1
+        outcome = StepOutcome(step.step_id, [], [], [])
+        for row, reason in result.row_errors:
+            self._fail_row(step, row, reason, now_ns, outcome)
+        sampling = step.samples & ~np.isin(step.rows, list(failed)) if failed else step.samples
+        rows, sampled = step.rows[sampling], result.tokens
+        alive = self._rows.generation[rows] == step.generations[sampling]
+        if not alive.all():
+            for row, token in zip(rows[~alive].tolist(), sampled[~alive].tolist(), strict=True):
+                if (request := step.orphans.get(row)) is not None:
+                    self._append_to_waiting(request, token, step.step_id, now_ns, outcome)
+            rows, sampled = rows[alive], sampled[alive]
+        if len(rows):
+            self._append(rows, sampled, step.step_id, now_ns, outcome)
+        return outcome
+
+    def check(self) -> None:
+        """Prove the invariants. Raises: InvariantError. Cost: O(blocks); for tests."""
+        if self._pool is not None:
+            self._pool.check([request.blocks for request in self._live.values()])
+        running = self._rows.running
+        if sorted(r.sequence for r in running) != [r.sequence for r in running]:
+            raise InvariantError("running requests are not in order of arrival")
+        if {*map(id, running), *map(id, self._waiting)} != set(map(id, self._live.values())):
+            raise InvariantError("a live request neither runs nor waits")
+
+    # Scheduling.
+
+    def _continue_running(self, draft: StepDraft, pool: BlockPool, now_ns: int) -> None:
+        """Give running requests their next tokens, preempting the newest if blocks run out."""
+        rows, block_size = self._rows, self.limits.block_size
+        while True:
+            order = rows.order
+            known = rows.num_tokens[order] + rows.num_pending[order]
+            computed = rows.num_computed[order]
+            # A row whose last token is already on its way has nothing left to compute.
+            gap = np.where(known < rows.limit[order], known - computed, 0)
+            before = np.cumsum(gap) - gap
+            count = np.clip(gap, 0, np.maximum(draft.budget - before, 0)).astype(np.int32)
+            held = rows.num_blocks[order]
+            needed = np.where(count > 0, -(-(computed + count) // block_size) - held, 0)
+            if int(needed.sum()) <= pool.num_free:
+                break
+            self._preempt(rows.running[-1], now_ns)
+            draft.num_preempted += 1
+        draft.rows, draft.num_new = order, count
+        draft.budget -= draft.num_running_tokens
+        growing = np.flatnonzero(needed)
+        if len(growing):
+            self._grow(draft, pool, order[growing].tolist(), needed[growing].tolist())
+
+    def _grow(self, draft: StepDraft, pool: BlockPool, rows: list[int], counts: list[int]) -> None:
+        fresh = iter(pool.allocate(sum(counts)))
+        for row, count in zip(rows, counts, strict=True):
+            blocks = [next(fresh) for _ in range(count)]
+            self._rows.owner(row).blocks += blocks
+            self._rows.num_blocks[row] += count
+            draft.appended_rows += [row] * count
+            draft.appended_blocks += blocks
+
+    def _admit_waiting(self, draft: StepDraft, pool: BlockPool, now_ns: int) -> None:
+        """Give rows to waiting requests, first come first served, while everything suffices."""
+        while self._waiting and draft.budget > 0 and self._rows.has_room:
+            request = self._waiting[0]
+            if request.num_pending_tokens or not self._admit(request, draft, pool):
+                return
+            self._waiting.popleft()
+            if request.first_scheduled_ns is None:
+                request.first_scheduled_ns = now_ns
+                request.first_step_id = self._next_step_id
+
+    def _admit(self, request: Request, draft: StepDraft, pool: BlockPool) -> bool:
+        """Give a request blocks and a row. False, and nothing changed, if they do not suffice."""
+        block_size = self.limits.block_size
+        hits = self._find_prefix(request, pool)
+        num_hit = len(hits) * block_size
+        count = min(request.num_tokens - num_hit, draft.budget)
+        # The whole known length must fit, or a long prompt would be preempted half way.
+        whole = -(-request.num_tokens // block_size) - len(hits) + pool.count_idle(hits)
+        reserve = 0
+        if request.num_preemptions and self._rows.running:
+            reserve = max(1, int(self.limits.watermark * pool.num_blocks))
+        if whole + reserve > pool.num_free:
+            return False
+        pool.share(hits)
+        needed = -(-(num_hit + count) // block_size) - len(hits)
+        request.blocks = [*hits, *pool.allocate(needed)]
+        self._count_admission(request, num_hit)
+        row = self._rows.take(request, num_hit, count)
+        self._rows.num_published[row] = len(hits)
+        draft.admitted.append(request)
+        draft.admitted_num_new.append(count)
+        draft.budget -= count
+        # Named before it is computed, so that an equal prompt of this very step hits it.
+        self._rows.num_computed[row] = num_hit + count
+        self._publish(row, request, min(num_hit + count, request.num_tokens) // block_size)
+        return True
+
+    def _find_prefix(self, request: Request, pool: BlockPool) -> list[BlockId]:
+        """Return the blocks that hold the request's prefix. One token is always left to run."""
+        if not self._caching:
+            return []
+        self._extend_hashes(request, memoryview(request.tokens), request.num_tokens)
+        if not request.read_cache:
+            return []
+        hits = []
+        for name in request.hashes[: (request.num_tokens - 1) // self.limits.block_size]:
+            block = pool.lookup(name)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def _count_admission(self, request: Request, num_hit: int) -> None:
+        request.admitted_tokens = num_hit
+        counters = self.counters
+        if request.first_scheduled_ns is None:
+            request.num_cached_tokens = num_hit
+            counters.prompt_tokens += request.num_prompt_tokens
+            if self._caching and request.read_cache:
+                counters.prefix_queries += request.num_tokens
+                counters.prefix_hits += num_hit
+        else:
+            again = max(0, request.computed_before_preemption - num_hit)
+            request.num_recomputed_tokens += again
+            counters.recomputed_tokens += again
+
+    def _seal(self, draft: StepDraft) -> StepPlan:
+        """Advance the rows, enter the step in the journal and return the plan."""
+        rows = self._rows
+        order, count = draft.rows, draft.num_new
+        expected = (rows.num_last_new[order] > 0).astype(np.int32)
+        odd = count != expected
+        exceptions = (order[odd], rows.num_computed[order[odd]], count[odd])
+        rows.num_computed[order] += count
+        rows.num_last_new[order] = count
+        admitted = tuple(
+            self._describe(request, num_new)
+            for request, num_new in zip(draft.admitted, draft.admitted_num_new, strict=True)
+        )
+        ran = order[count > 0]
+        if admitted:
+            ran = np.concatenate([ran, np.array([row.row for row in admitted], dtype=np.int32)])
+        ran.sort()
+        samples = rows.num_computed[ran] == rows.num_tokens[ran] + rows.num_pending[ran]
+        rows.num_pending[ran[samples]] += 1
+        self._journal.add(FlyingStep(self._next_step_id, ran, rows.generation[ran], samples))
+        for request in draft.admitted:
+            self._note_prompt_blocks(request)
+        self._publish_filled(ran)
+        plan = draft.seal(
+            self._next_step_id,
+            reset=self._reset,
+            released_rows=[] if self._reset else self._released_rows,
+            exceptions=exceptions,
+            admitted_rows=admitted,
+        )
+        self._released_rows.clear()
+        self._reset = False
+        self._next_step_id += 1
+        return plan
+
+    def _describe(self, request: Request, num_new: int) -> AdmittedRow:
+        row = request.row
+        if row is None:
+            raise InvariantError(f"request {request.request_id} was admitted without a row")
+        return AdmittedRow(
+            row=row,
+            request_id=request.request_id,
+            tokens=np.frombuffer(request.tokens, dtype=np.int32),
+            num_prompt_tokens=request.num_prompt_tokens,
+            num_computed_tokens=request.admitted_tokens,
+            num_new_tokens=num_new,
+            block_tables=(np.array(request.blocks, dtype=np.int32),),
+            sampling=request.sampling,
+        )
+
+    # Names.
+
+    def _extend_hashes(self, request: Request, tokens: memoryview, num_tokens: int) -> None:
+        """Name every full block of the first `num_tokens`, each token once."""
+        block_size, known = self.limits.block_size, len(request.hashes)
+        if num_tokens // block_size > known:
+            parent = request.hashes[-1] if known else self._root
+            extra = b"" if known else request.extra.first_block()
+            request.hashes += hash_full_blocks(
+                tokens[known * block_size : num_tokens], block_size, parent, extra
+            )
+
+    def _publish(self, row: int, request: Request, num_full: int) -> None:
+        """Publish the row's blocks up to `num_full`."""
+        if not self._caching or self._pool is None:
+            return
+        first = int(self._rows.num_published[row])
+        for i in range(first, num_full):
+            self._pool.publish(request.blocks[i], request.hashes[i])
+        self._rows.num_published[row] = max(first, num_full)
+
+    def _publish_filled(self, candidates: Int32Array) -> None:
+        """Publish blocks whose ids are all known and whose keys and values are planned."""
+        if not self._caching:
+            return
+        rows = self._rows
+        full = np.minimum(rows.num_computed[candidates], rows.num_tokens[candidates])
+        full //= self.limits.block_size
+        grown = full > rows.num_published[candidates]
+        for row, num_full in zip(candidates[grown].tolist(), full[grown].tolist(), strict=True):
+            request = rows.owner(row)
+            num_tokens = num_full * self.limits.block_size
+            self._extend_hashes(request, memoryview(rows.tokens[row]), num_tokens)
+            first = int(rows.num_published[row])
+            self._publish(row, request, num_full)
+            for block in request.blocks[first:num_full]:
+                self._journal.note_published(row, block)
+
+    def _note_prompt_blocks(self, request: Request) -> None:
+        row, first = request.row, request.admitted_tokens // self.limits.block_size
+        if row is not None and self._caching:
+            for block in request.blocks[first : int(self._rows.num_published[row])]:
+                self._journal.note_published(row, block)
+
+    # Results.
+
+    def _take_step(self, result: StepResult, failed: set[int]) -> FlyingStep:
+        expected = self._journal.oldest_step_id
+        if result.step_id != expected:
+            raise ValueError(f"result of step {result.step_id}, expected {expected}")
+        step = next(iter(self._journal))
+        wanted = int(step.samples.sum())
+        if failed:
+            wanted -= int(step.samples[np.isin(step.rows, list(failed))].sum())
+        if len(result.tokens) != wanted:
+            raise ValueError(
+                f"step {result.step_id} gave {len(result.tokens)} tokens, expected {wanted}"
+            )
+        return self._journal.pop()
+
+    def _append(
+        self,
+        order: Int32Array,
+        sampled: Int32Array,
+        step_id: int,
+        now_ns: int,
+        outcome: StepOutcome,
+    ) -> None:
+        """Append one token to each row; end those that stopped or reached their limit."""
+        rows = self._rows
+        length = rows.num_tokens[order]
+        rows.tokens[order, length] = sampled
+        rows.num_tokens[order] = length + 1
+        rows.num_pending[order] -= 1
+        self.counters.generation_tokens += len(order)
+        outcome.requests.extend(rows.owners_of(order.tolist()))
+        outcome.tokens.extend(sampled.tolist())
+        for row in order[length == rows.num_prompt[order]].tolist():
+            rows.owner(row).first_token_ns = now_ns
+        stopped = rows.stops(order, sampled)
+        ended = stopped | (rows.num_tokens[order] >= rows.limit[order])
+        self._publish_filled(order)
+        if ended.any():
+            for place in np.flatnonzero(ended).tolist():
+                request = rows.owner(int(order[place]))
+                reason = FinishReason.STOP if stopped[place] else FinishReason.LENGTH
+                request.last_step_id = step_id
+                self._note_stop_id(request, int(sampled[place]), reason)
+                self._end(request, reason, now_ns)
+                outcome.finished.append(request)
+
+    def _append_to_waiting(
+        self, request: Request, token: int, step_id: int, now_ns: int, outcome: StepOutcome
+    ) -> None:
+        """Give a preempted request the token that was in flight when it lost its row."""
+        if request.finish_reason is not None:
+            return
+        request.num_pending_tokens -= 1
+        request.tokens.append(token)
+        self.counters.generation_tokens += 1
+        request.first_token_ns = request.first_token_ns or now_ns
+        outcome.requests.append(request)
+        outcome.tokens.append(token)
+        stopping = request.stopping
+        stopped = token in stopping.eos_token_ids | stopping.stop_token_ids
+        stopped = stopped and request.num_output_tokens >= stopping.min_output_tokens
+        if stopped or request.num_tokens >= request.limit:
+            reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+            request.last_step_id = step_id
+            self._note_stop_id(request, token, reason)
+            self._end(request, reason, now_ns)
+            outcome.finished.append(request)
+
+    def _fail_row(
+        self, step: FlyingStep, row: int, reason: str, now_ns: int, outcome: StepOutcome
+    ) -> None:
+        """End the request of a row that could not be computed; nobody may hit its blocks."""
+        if self._pool is None:
+            raise InvariantError("a step ran without a pool")
+        tainted = {block for publisher, block in step.published if publisher == row}
+        request = step.orphans.get(row)
+        if step.ran_for(row, int(self._rows.generation[row])):
+            request = self._rows.owner(row)
+            tainted.update(request.blocks[request.admitted_tokens // self.limits.block_size :])
+        if request is not None and request.finish_reason is None:
+            request.error = reason
+            request.last_step_id = step.step_id
+            self._end(request, FinishReason.ERROR, now_ns)
+            outcome.finished.append(request)
+        for block in tainted:
+            self._pool.retract(block)
+        for other in reversed(list(self._rows.running)):
+            if not tainted.isdisjoint(other.blocks):
+                # What it sampled from these blocks, here and in later steps, is in doubt too.
+                self._preempt(other, now_ns, keep_in_flight=False)
+
+    def _note_stop_id(self, request: Request, token: int, reason: FinishReason) -> None:
+        if reason is FinishReason.STOP and token not in request.stopping.eos_token_ids:
+            request.stop_token_id = token
+
+    # Leaving a row.
+
+    def _preempt(self, request: Request, now_ns: int, *, keep_in_flight: bool = True) -> None:
+        """Take a running request's blocks; it waits, with its outputs, in order of arrival."""
+        row = request.row
+        if row is None:
+            raise InvariantError(f"request {request.request_id} does not run")
+        if keep_in_flight:
+            generation = int(self._rows.generation[row])
+            request.num_pending_tokens = self._journal.adopt(request, row, generation)
+        request.computed_before_preemption = int(self._rows.num_computed[row])
+        request.preemption_times_ns.append(now_ns)
+        self._leave_row(request)
+        self.counters.preemptions += 1
+        insort(self._waiting, request, key=lambda waiting: waiting.sequence)
+
+    def _end(self, request: Request, reason: FinishReason, now_ns: int) -> None:
+        """Finish a live request, wherever it is."""
+        if request.row is not None:
+            self._leave_row(request)
+        else:
+            self._waiting.remove(request)
+        del self._live[request.request_id]
+        request.finish_reason = reason
+        request.finished_ns = now_ns
+
+    def _leave_row(self, request: Request) -> None:
+        """Give row and blocks back, the last block first, so that prefixes die last."""
+        if self._pool is None:
+            raise InvariantError("a request runs without a pool")
+        self._released_rows.append(self._rows.give_back(request))
+        self._pool.release(request.blocks[::-1])
+        request.blocks = []
+
+    def _limit_of(self, request: Request) -> int:
+        """Return the tokens at which a request ends.
+
+        Raises: InvalidRequestError or NeverFitsError, naming both numbers.
+        """
+        prompt, wanted = request.num_prompt_tokens, request.stopping.max_output_tokens
+        longest = self.limits.max_model_len
+        if prompt >= longest:
+            raise InvalidRequestError(
+                "prompt",
+                f"prompt has {prompt} tokens, must be below the model's length of {longest}",
+            )
+        if wanted is not None and prompt + wanted > longest:
+            raise InvalidRequestError(
+                "max_tokens",
+                f"max_tokens is {wanted} behind a prompt of {prompt} tokens, together they "
+                f"must be at most the model's length of {longest}",
+            )
+        if self._pool is None:
+            return prompt + wanted if wanted is not None else longest
+        # The last token is sampled, but never stored.
+        slots = self._pool.num_blocks * self.limits.block_size
+        if wanted is None and prompt <= slots:
+            return min(longest, slots + 1)
+        if prompt + (wanted or 1) - 1 > slots:
+            raise NeverFitsError(
+                "prompt",
+                f"prompt of {prompt} tokens and max_tokens of {wanted or 1} need "
+                f"{prompt + (wanted or 1) - 1} slots of KV memory, the whole pool has {slots}",
+            )
+        return prompt + (wanted or 1)

@@ -1,0 +1,89 @@
+"""A plan in the making: rows and their tokens, gathered until the budget or memory ends."""
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.step_plan import (
+    EMPTY,
+    AdmittedRow,
+    AppendedBlocks,
+    Int32Array,
+    StepPlan,
+)
+
+
+@dataclass(slots=True)
+class StepDraft:
+    """What the step shall hold so far."""
+
+    budget: int
+    """Tokens the step may still take."""
+
+    rows: Int32Array = field(default_factory=lambda: EMPTY)
+    """[R] Rows that were running before this step."""
+
+    num_new: Int32Array = field(default_factory=lambda: EMPTY)
+    """[R] Their tokens to run now, 0 for none."""
+
+    appended_rows: list[int] = field(default_factory=list)
+    """One row per appended block …"""
+
+    appended_blocks: list[BlockId] = field(default_factory=list)
+    """… and the block."""
+
+    admitted: list[Request] = field(default_factory=list)
+    """Requests that get a row in this step …"""
+
+    admitted_num_new: list[int] = field(default_factory=list)
+    """… and the tokens each runs."""
+
+    num_preempted: int = 0
+    """Requests that lost their blocks for this step."""
+
+    @property
+    def num_running_tokens(self) -> int:
+        """Tokens of rows that were running before."""
+        return int(self.num_new.sum())
+
+    @property
+    def has_rows(self) -> bool:
+        """Something runs."""
+        return bool(self.admitted) or bool(self.num_new.any())
+
+    def seal(
+        self,
+        step_id: int,
+        *,
+        reset: bool,
+        released_rows: list[int],
+        exceptions: tuple[Int32Array, Int32Array, Int32Array],
+        admitted_rows: tuple[AdmittedRow, ...],
+    ) -> StepPlan:
+        """Return the finished plan."""
+        appended: tuple[AppendedBlocks, ...] = ()
+        if self.appended_rows:
+            appended = (
+                AppendedBlocks(
+                    0,
+                    np.array(self.appended_rows, dtype=np.int32),
+                    np.array(self.appended_blocks, dtype=np.int32),
+                ),
+            )
+        return StepPlan(
+            step_id=step_id,
+            reset=reset,
+            released_rows=np.array(released_rows, dtype=np.int32),
+            admitted=admitted_rows,
+            appended=appended,
+            copy_sources=EMPTY,
+            copy_destinations=EMPTY,
+            exception_rows=exceptions[0],
+            exception_num_computed_tokens=exceptions[1],
+            exception_num_new_tokens=exceptions[2],
+            num_rows=int(np.count_nonzero(self.num_new)) + len(self.admitted),
+            num_tokens=self.num_running_tokens + sum(self.admitted_num_new),
+            num_preempted=self.num_preempted,
+        )

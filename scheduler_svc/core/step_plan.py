@@ -1,0 +1,140 @@
+"""What a worker shall compute in one step, and what it answered: columns, not objects."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from scheduler_svc.core.request import Request, Sampling
+
+Int32Array = npt.NDArray[np.int32]
+
+EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
+EMPTY.setflags(write=False)
+
+
+@dataclass(frozen=True, slots=True)
+class AdmittedRow:
+    """A row in full: a new request, or a resumed one."""
+
+    row: int
+    """Its place in the block tables."""
+
+    request_id: str
+    """For logs and errors."""
+
+    tokens: Int32Array
+    """[num_tokens] Every known id, prompt and output."""
+
+    num_prompt_tokens: int
+    """How many of them are the prompt."""
+
+    num_computed_tokens: int
+    """How many have keys and values in the cache: prefix hits."""
+
+    num_new_tokens: int
+    """How many to run now, at least 1."""
+
+    block_tables: tuple[Int32Array, ...]
+    """Block ids, one array per KV group."""
+
+    sampling: Sampling
+    """How its tokens are drawn."""
+
+    sequence_index: int = 0
+    """Number of the sequence within its request."""
+
+
+@dataclass(frozen=True, slots=True)
+class AppendedBlocks:
+    """Blocks that running rows gain in one KV group."""
+
+    group: int
+    """The KV group."""
+
+    rows: Int32Array
+    """[B] One row per block."""
+
+    blocks: Int32Array
+    """[B] The block, behind those the row has."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """The work of one forward pass, as a change against the plan before.
+
+    Applied in the order of the fields. Then every row that ran in the previous plan advances
+    by the tokens it ran there and runs one token more; admitted rows and exceptions say
+    otherwise. Rows run in ascending order. A row whose run reaches its last known token
+    samples, and the worker appends the sampled token to the row.
+    """
+
+    step_id: int
+    """Counts up from 0 without gaps; 0 again after a reset."""
+
+    reset: bool
+    """The worker forgets every row first."""
+
+    released_rows: Int32Array
+    """Rows to forget."""
+
+    admitted: tuple[AdmittedRow, ...]
+    """Rows in full."""
+
+    appended: tuple[AppendedBlocks, ...]
+    """Blocks that rows gain."""
+
+    copy_sources: Int32Array
+    """Blocks to copy before the forward pass …"""
+
+    copy_destinations: Int32Array
+    """… and where to. None is a destination twice, nor source and destination."""
+
+    exception_rows: Int32Array
+    """[E] Rows that do not advance by one token."""
+
+    exception_num_computed_tokens: Int32Array
+    """[E] Their tokens already in the cache."""
+
+    exception_num_new_tokens: Int32Array
+    """[E] Their tokens to run now. 0: the row stays, and does not run."""
+
+    num_rows: int
+    """Rows that run. Not sent: for the shell's records."""
+
+    num_tokens: int
+    """Tokens that run. Not sent."""
+
+    num_preempted: int
+    """Requests preempted to make this plan. Not sent."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step gave."""
+
+    step_id: int
+    """The plan's."""
+
+    tokens: Int32Array
+    """[S] Sampled ids of the rows that sampled, in ascending order of row."""
+
+    row_errors: tuple[tuple[int, str], ...] = ()
+    """Rows that could not be computed, with the reason. They sampled nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutcome:
+    """What applying a result changed, for the shell to pass on."""
+
+    step_id: int
+    """The step's."""
+
+    requests: list[Request]
+    """Live requests that gained a token …"""
+
+    tokens: list[int]
+    """… and the token of each."""
+
+    finished: list[Request]
+    """Requests that this step ended."""

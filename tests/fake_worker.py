@@ -1,0 +1,131 @@
+"""A worker without a model, whose cache remembers the history behind each slot.
+
+Real keys and values depend on every earlier token; so does a history. A stolen, stale or
+wrongly shared block therefore shows as a wrong history, in the step that reads it.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from scheduler_svc.core.step_plan import StepPlan, StepResult
+
+ROOT = 17
+
+
+def extend(history: int, token: int) -> int:
+    """Return the history that ends with one token more."""
+    return hash((history, token))
+
+
+def next_token(history: int, vocabulary: int = 3) -> int:
+    """Sample deterministically from everything before, as a real model would."""
+    return (history >> 7) % vocabulary
+
+
+def generate_alone(prompt: Sequence[int], count: int, stop: frozenset[int]) -> list[int]:
+    """Generate without a scheduler: the oracle."""
+    history = ROOT
+    for token in prompt:
+        history = extend(history, token)
+    output: list[int] = []
+    while len(output) < count and not (output and output[-1] in stop):
+        output.append(next_token(history))
+        history = extend(history, output[-1])
+    return output
+
+
+@dataclass(slots=True)
+class FakeRow:
+    """One row as a worker keeps it."""
+
+    tokens: list[int]
+    table: list[int]
+    num_computed: int
+    num_new: int
+    histories: list[int] = field(default_factory=list)
+    failed: bool = False
+
+    def history(self, position: int) -> int:
+        """Return the history that ends at a position."""
+        while len(self.histories) <= position:
+            before = self.histories[-1] if self.histories else ROOT
+            self.histories.append(extend(before, self.tokens[len(self.histories)]))
+        return self.histories[position]
+
+
+class FakeWorker:
+    """Runs step plans, proving that each row reads exactly its own past."""
+
+    def __init__(self, block_size: int, num_blocks: int) -> None:
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.rows: dict[int, FakeRow] = {}
+        self.cache: dict[int, int] = {}
+        self.next_step_id = 0
+
+    def run(self, plan: StepPlan, failing: frozenset[int] = frozenset()) -> StepResult:
+        """Run one step: all rows store, then all rows read, as kernels do."""
+        self._follow(plan)
+        running = [(number, row) for number, row in sorted(self.rows.items()) if row.num_new]
+        assert running
+        assert sum(row.num_new for _, row in running) == plan.num_tokens
+        assert len(running) == plan.num_rows
+        for _, row in running:
+            for position in range(row.num_computed, row.num_computed + row.num_new):
+                if row.failed:
+                    continue  # It has stopped for good, and waits to be released.
+                self.cache[self._slot(row, position)] = row.history(position)
+        sampled, errors = [], []
+        for number, row in running:
+            row.failed |= number in failing
+            if row.failed:
+                errors.append((number, "planted"))
+                continue
+            end = row.num_computed + row.num_new
+            for position in range(end):
+                assert self.cache.get(self._slot(row, position)) == row.history(position)
+            assert end <= len(row.tokens)
+            if end == len(row.tokens):
+                token = next_token(row.history(end - 1))
+                sampled.append(token)
+                row.tokens.append(token)
+        return StepResult(plan.step_id, np.array(sampled, dtype=np.int32), tuple(errors))
+
+    def _follow(self, plan: StepPlan) -> None:
+        if plan.reset:
+            assert not len(plan.released_rows)
+            self.rows.clear()
+            self.next_step_id = 0
+        assert plan.step_id == self.next_step_id
+        self.next_step_id += 1
+        for row in plan.released_rows.tolist():
+            del self.rows[row]
+        for row in self.rows.values():
+            row.num_computed += row.num_new
+            row.num_new = 1 if row.num_new else 0
+        for new in plan.admitted:
+            assert new.row not in self.rows
+            self.rows[new.row] = FakeRow(
+                new.tokens.tolist(),
+                new.block_tables[0].tolist(),
+                new.num_computed_tokens,
+                new.num_new_tokens,
+            )
+        for gained in plan.appended:
+            for number, block in zip(gained.rows.tolist(), gained.blocks.tolist(), strict=True):
+                self.rows[number].table.append(block)
+        for number, computed, count in zip(
+            plan.exception_rows.tolist(),
+            plan.exception_num_computed_tokens.tolist(),
+            plan.exception_num_new_tokens.tolist(),
+            strict=True,
+        ):
+            assert self.rows[number].num_computed == computed
+            self.rows[number].num_new = count
+
+    def _slot(self, row: FakeRow, position: int) -> int:
+        block = row.table[position // self.block_size]
+        assert 1 <= block <= self.num_blocks
+        return block * self.block_size + position % self.block_size

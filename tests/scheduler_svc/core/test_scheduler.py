@@ -1,0 +1,426 @@
+"""Whatever happens around it, each request gets exactly the tokens it gets alone."""
+
+from array import array
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_worker import FakeWorker, generate_alone
+from scheduler_svc.core.block_hash import BlockHash, ExtraKeys
+from scheduler_svc.core.errors import (
+    DuplicateRequestError,
+    InvalidRequestError,
+    NeverFitsError,
+    QueueFullError,
+)
+from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.request import FinishReason, Request, Sampling, Stopping
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_plan import StepOutcome, StepPlan, StepResult
+
+BLOCK_SIZE = 4
+ROOT = BlockHash(b"root")
+
+
+def limits(
+    budget: int = 64, rows: int = 4, depth: int = 1, length: int = 64, waiting: int = 64
+) -> Limits:
+    return Limits(BLOCK_SIZE, rows, budget, length, waiting, depth)
+
+
+def request(
+    name: str,
+    prompt: list[int],
+    max_output: int | None = 4,
+    *,
+    stop: frozenset[int] = frozenset(),
+    salt: bytes = b"",
+) -> Request:
+    return Request(
+        name,
+        array("i", prompt),
+        Sampling(0.0),
+        Stopping(max_output, eos_token_ids=stop),
+        extra=ExtraKeys(salt),
+    )
+
+
+@dataclass
+class Bench:
+    """A scheduler and a fake worker, with the wire between them."""
+
+    scheduler: Scheduler
+    num_blocks: int
+    worker: FakeWorker = field(init=False)
+    wire: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
+    now_ns: int = 0
+
+    def __post_init__(self) -> None:
+        self.worker = FakeWorker(BLOCK_SIZE, self.num_blocks)
+        self.scheduler.start_epoch(self.num_blocks, ROOT, 0)
+
+    def plan(self, failing: frozenset[int] = frozenset()) -> StepPlan | None:
+        self.now_ns += 1
+        plan = self.scheduler.schedule(self.now_ns)
+        self.scheduler.check()
+        if plan is not None:
+            assert 1 <= plan.num_tokens <= self.scheduler.limits.max_num_batched_tokens
+            self.wire.append((plan, self.worker.run(plan, failing)))
+        return plan
+
+    def answer(self) -> StepOutcome:
+        self.now_ns += 1
+        outcome = self.scheduler.apply(self.wire.popleft()[1], self.now_ns)
+        self.scheduler.check()
+        return outcome
+
+    def turn(self, failing: frozenset[int] = frozenset()) -> StepOutcome | None:
+        """Plan as far ahead as allowed, then take one answer."""
+        while self.plan(failing) is not None:
+            pass
+        return self.answer() if self.wire else None
+
+    def run(self) -> None:
+        while self.scheduler.has_work:
+            self.turn()
+        while self.wire:
+            self.answer()
+
+    def send(self, *requests: Request) -> None:
+        for each in requests:
+            self.scheduler.add(each, self.now_ns)
+
+
+def bench(num_blocks: int = 32, **limit: int) -> Bench:
+    return Bench(Scheduler(limits(**limit)), num_blocks)
+
+
+# Two distinct tokens, so that prompts share prefixes; a small pool, so that they fight over it.
+prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
+
+
+@dataclass
+class Job:
+    prompt: list[int]
+    max_output: int
+    arrives: int
+    aborted: int | None
+    salt: bytes
+    stops: bool
+
+    @property
+    def stop(self) -> frozenset[int]:
+        return frozenset({2}) if self.stops else frozenset()
+
+    def alone(self) -> list[int]:
+        return generate_alone(self.prompt, self.max_output, self.stop)
+
+
+jobs = st.builds(
+    Job,
+    prompt=prompts,
+    max_output=st.integers(1, 10),
+    arrives=st.integers(0, 10),
+    aborted=st.none() | st.integers(0, 20),
+    salt=st.sampled_from([b"", b"", b"pepper"]),
+    stops=st.booleans(),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(
+    load=st.lists(jobs, min_size=1, max_size=8),
+    budget=st.integers(1, 16),
+    depth=st.integers(1, 2),
+    num_blocks=st.integers(6, 24),
+    losses=st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=2),
+    caching=st.booleans(),
+)
+def test_nothing_changes_the_tokens_of_a_request(
+    load: list[Job],
+    budget: int,
+    depth: int,
+    num_blocks: int,
+    losses: list[tuple[int, bool]],
+    caching: bool,
+) -> None:
+    scheduler = Scheduler(limits(budget, depth=depth), enable_prefix_caching=caching)
+    table = Bench(scheduler, num_blocks)
+    requests = [
+        request(str(i), job.prompt, job.max_output, stop=job.stop, salt=job.salt)
+        for i, job in enumerate(load)
+    ]
+    delivered: dict[str, list[int]] = {each.request_id: [] for each in requests}
+    turns = 0
+    while scheduler.has_work or table.wire or turns <= 10:
+        for job, each in zip(load, requests, strict=True):
+            if job.arrives == turns:
+                table.send(each)
+            if job.aborted == turns and each.sequence >= 0:
+                scheduler.abort(each, table.now_ns)
+        for turn, same_process in losses:
+            if turn == turns:
+                scheduler.lose_worker(table.now_ns)
+                assert scheduler.schedule(table.now_ns) is None
+                table.wire.clear()
+                if same_process:
+                    scheduler.rejoin(table.now_ns)
+                else:
+                    table.worker = FakeWorker(BLOCK_SIZE, num_blocks)
+                    assert scheduler.start_epoch(num_blocks, ROOT, table.now_ns) == []
+        outcome = table.turn()
+        if outcome is not None:
+            for each, token in zip(outcome.requests, outcome.tokens, strict=True):
+                delivered[each.request_id].append(token)
+        turns += 1
+        assert turns < 2000
+
+    assert scheduler.pool is not None
+    assert scheduler.pool.num_free == num_blocks
+    for job, each in zip(load, requests, strict=True):
+        output = each.output_token_ids().tolist()
+        assert delivered[each.request_id] == output
+        if each.finish_reason is FinishReason.ABORT:
+            assert output == job.alone()[: len(output)]
+        else:
+            assert output == job.alone()
+            stopped = bool(output) and output[-1] in job.stop
+            assert each.finish_reason is (FinishReason.STOP if stopped else FinishReason.LENGTH)
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    load=st.lists(st.tuples(prompts, st.integers(1, 8)), min_size=2, max_size=6),
+    depth=st.integers(1, 2),
+    failing=st.sets(st.tuples(st.integers(0, 8), st.integers(0, 3)), min_size=1, max_size=3),
+)
+def test_a_failed_row_harms_nobody_else(
+    load: list[tuple[list[int], int]], depth: int, failing: set[tuple[int, int]]
+) -> None:
+    table = bench(12, depth=depth)
+    requests = [request(str(i), prompt, count) for i, (prompt, count) in enumerate(load)]
+    table.send(*requests)
+    turns = 0
+    while table.scheduler.has_work or table.wire:
+        table.turn(frozenset(row for turn, row in failing if turn == turns))
+        turns += 1
+    for (prompt, count), each in zip(load, requests, strict=True):
+        output = each.output_token_ids().tolist()
+        alone = generate_alone(prompt, count, frozenset())
+        if each.finish_reason is FinishReason.ERROR:
+            assert each.error == "planted"
+            assert output == alone[: len(output)]
+        else:
+            assert output == alone
+
+
+def test_an_equal_prompt_of_the_same_step_is_computed_once() -> None:
+    table = bench(64, budget=1000, length=200)
+    table.send(request("a", [1] * 100), request("b", [1] * 100))
+    plan = table.plan()
+    assert plan is not None
+    assert [row.num_new_tokens for row in plan.admitted] == [100, 4]
+
+
+def test_a_whole_prompt_in_the_cache_still_computes_its_last_block() -> None:
+    table = bench()
+    for name, cached in (("first", 0), ("second", 4), ("third", 4)):
+        each = request(name, [0, 1, 0, 1, 0, 1, 0, 1])
+        table.send(each)
+        table.run()
+        assert each.num_cached_tokens == cached
+
+
+def test_a_reused_block_is_unreachable_under_its_old_name() -> None:
+    table = bench(4)
+    for prompt, cached in (([0, 1] * 4, 0), ([1] * 16, 0), ([0, 1] * 4, 0)):
+        each = request("x", prompt, 1)
+        table.send(each)
+        table.run()
+        assert each.num_cached_tokens == cached
+
+
+def test_a_salt_separates_prefixes() -> None:
+    table = bench()
+    for salt, cached in ((b"s1", 0), (b"s1", 8), (b"s2", 0), (b"", 0), (b"s1 ", 0), (b"s1", 8)):
+        each = request("x", [0, 1] * 6, 1, salt=salt)
+        table.send(each)
+        table.run()
+        assert each.num_cached_tokens == cached
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("max_output", [1, 2, 3, 5])
+def test_no_slot_is_wasted_when_the_end_is_known(depth: int, max_output: int) -> None:
+    table = bench(depth=depth)
+    table.send(request("x", [0] * 9, max_output))
+    planned = 0
+    while table.scheduler.has_work:
+        while (plan := table.plan()) is not None:
+            planned += plan.num_tokens
+        table.answer()
+    assert planned == 9 + max_output - 1
+
+
+def test_a_stop_found_late_costs_one_slot() -> None:
+    table = bench(depth=2)
+    alone = generate_alone([0, 1, 1], 20, frozenset({2}))
+    table.send(request("x", [0, 1, 1], 20, stop=frozenset({2})))
+    planned = 0
+    while table.scheduler.has_work:
+        while (plan := table.plan()) is not None:
+            planned += plan.num_tokens
+        table.answer()
+    assert len(alone) < 20
+    assert planned == 3 + len(alone) - 1 + 1
+
+
+@pytest.mark.parametrize(("length", "steps"), [(7, 1), (8, 1), (9, 2), (16, 2), (17, 3), (24, 3)])
+def test_the_first_token_comes_with_the_last_chunk(length: int, steps: int) -> None:
+    table = bench(budget=8)
+    each = request("x", [0] * length, 3)
+    table.send(each)
+    outcomes = [table.turn() for _ in range(steps)]
+    assert [len(outcome.tokens) for outcome in outcomes if outcome] == [0] * (steps - 1) + [1]
+    table.run()
+    assert each.num_output_tokens == 3
+
+
+def test_a_preempted_request_keeps_the_token_in_flight() -> None:
+    table = bench(10, budget=100, length=40, depth=2)
+    first, second = request("a", [0] * 19, 20), request("b", [1] * 19, 20)
+    table.send(first, second)
+    table.run()
+    assert first.num_preemptions == 0
+    assert second.num_preemptions >= 1
+    for each, prompt in ((first, [0] * 19), (second, [1] * 19)):
+        assert each.output_token_ids().tolist() == generate_alone(prompt, 20, frozenset())
+
+
+def test_a_resumed_request_hits_what_it_left_behind() -> None:
+    table = bench()
+    each = request("x", [0, 1] * 4, 12)
+    table.send(each)
+    while table.scheduler.num_in_flight or table.scheduler.counters.generation_tokens < 5:
+        table.turn()
+    table.scheduler.lose_worker(table.now_ns)
+    table.scheduler.rejoin(table.now_ns)
+    plan = table.plan()
+    assert plan is not None
+    assert plan.reset
+    assert plan.admitted[0].num_computed_tokens == 12
+    assert plan.num_tokens == 1
+
+
+def test_a_request_that_can_never_fit_is_refused_with_both_numbers() -> None:
+    table = bench(8)
+    with pytest.raises(NeverFitsError, match=r"40 tokens.*the whole pool has 32"):
+        table.send(request("long", [0] * 40, 4))
+    exact = request("exact", [0] * 32, 1)
+    table.send(exact)
+    table.run()
+    assert exact.num_output_tokens == 1
+
+
+def test_an_open_end_is_cut_to_what_fits() -> None:
+    table = bench(8, length=64)
+    each = request("open", [0] * 30, None)
+    table.send(each)
+    table.run()
+    assert each.num_output_tokens == 3
+    assert each.finish_reason is FinishReason.LENGTH
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_output", "produced"), [(62, None, 2), (63, None, 1), (62, 2, 2), (10, 54, 54)]
+)
+def test_the_model_length_ends_an_output(
+    prompt: int, max_output: int | None, produced: int
+) -> None:
+    table = bench(32, length=64)
+    each = request("x", [0] * prompt, max_output)
+    table.send(each)
+    table.run()
+    assert each.num_output_tokens == produced
+
+
+@pytest.mark.parametrize(("prompt", "max_output"), [(0, 1), (64, None), (65, 1), (62, 10)])
+def test_what_exceeds_the_model_length_is_refused(prompt: int, max_output: int | None) -> None:
+    table = bench(32, length=64)
+    with pytest.raises(InvalidRequestError, match="must"):
+        table.send(request("x", [0] * prompt, max_output))
+    assert not table.scheduler.has_work
+
+
+def test_the_queue_is_bounded_and_ids_are_unique() -> None:
+    table = bench(waiting=2)
+    table.send(request("a", [0]), request("b", [0]))
+    with pytest.raises(QueueFullError):
+        table.send(request("c", [0]))
+    table.plan()
+    with pytest.raises(DuplicateRequestError):
+        table.send(request("a", [1]))
+    table.run()
+    table.send(request("a", [1]))
+    table.run()
+
+
+def test_a_stop_string_cuts_the_output_and_frees_the_row() -> None:
+    table = bench(depth=2)
+    each = request("x", [0, 1], 30)
+    table.send(each)
+    while table.scheduler.counters.generation_tokens < 6:
+        table.turn()
+    table.scheduler.finish(each, 4, table.now_ns)
+    table.scheduler.check()
+    assert each.finish_reason is FinishReason.STOP
+    assert each.output_token_ids().tolist() == generate_alone([0, 1], 4, frozenset())
+    assert table.scheduler.pool is not None
+    assert table.scheduler.pool.num_used == 0
+    table.run()
+
+
+def test_a_smaller_pool_ends_only_what_no_longer_fits() -> None:
+    table = bench(32)
+    big, small = request("big", [0] * 40, 10), request("small", [1] * 8, 4)
+    table.send(big, small)
+    table.turn()
+    table.num_blocks = 8
+    table.wire.clear()
+    table.worker = FakeWorker(BLOCK_SIZE, 8)
+    assert table.scheduler.start_epoch(8, ROOT, table.now_ns) == [big]
+    assert big.finish_reason is FinishReason.ERROR
+    assert "whole pool has 32" in big.error
+    table.run()
+    assert small.output_token_ids().tolist() == generate_alone([1] * 8, 4, frozenset())
+
+
+def test_a_result_that_does_not_fit_changes_nothing() -> None:
+    table = bench()
+    table.send(request("x", [0, 1], 2))
+    table.plan()
+    _, result = table.wire[0]
+    for wrong in (
+        StepResult(result.step_id + 1, result.tokens),
+        StepResult(result.step_id, result.tokens[:0]),
+    ):
+        with pytest.raises(ValueError, match="expected"):
+            table.scheduler.apply(wrong, 0)
+    table.run()
+
+
+def test_hits_are_counted_at_first_admission_only() -> None:
+    table = bench(6, budget=100)
+    table.send(*(request(str(i), [i] * 8, 8) for i in range(3)))
+    table.run()
+    counters = table.scheduler.counters
+    assert counters.preemptions > 0
+    assert counters.recomputed_tokens > 0
+    assert (counters.prefix_queries, counters.prefix_hits) == (24, 0)
+    table.send(request("again", [0] * 8 + [5], 1))
+    table.run()
+    assert counters.prefix_queries == 33
+    assert counters.prefix_hits in {0, 4, 8}
