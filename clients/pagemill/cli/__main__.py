@@ -1,0 +1,50 @@
+"""The `pagemill` command: its parts, and what becomes of their errors."""
+
+import sys
+
+import typer
+
+from pagemill.cli import bench, single_program
+from pagemill.cli.chat import chat
+from pagemill.cli.complete import complete
+from pagemill.cli.demo import demo
+from pagemill.cli.exit_status import CliError, from_client
+from pagemill.cli.serve import serve
+from pagemill.cli.terminal import say
+from pagemill.cli.version import show_version
+from pagemill.client import PagemillError
+
+
+def make_app() -> typer.Typer:
+    """Return the command with all its parts."""
+    app = typer.Typer(
+        help="Serve large language models, and talk to them.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+    )
+    app.command("serve")(serve)
+    app.command("scheduler", context_settings=single_program.PASS_ON)(single_program.scheduler)
+    app.command("worker", context_settings=single_program.PASS_ON)(single_program.worker)
+    app.command("complete")(complete)
+    app.command("chat")(chat)
+    app.command("demo")(demo)
+    app.add_typer(bench.app, name="bench")
+    app.command("version")(show_version)
+    return app
+
+
+def main() -> None:
+    """Run the command line of this process; never returns."""
+    try:
+        make_app()(prog_name="pagemill")
+    except CliError as error:
+        say(str(error))
+        sys.exit(error.status)
+    except PagemillError as error:
+        failure = from_client(error)
+        say(str(failure))
+        sys.exit(failure.status)
+
+
+if __name__ == "__main__":
+    main()

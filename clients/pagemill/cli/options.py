@@ -1,0 +1,67 @@
+"""Options that several commands have, or that one has many of: flag, meaning, unit."""
+
+from pathlib import Path
+from typing import Annotated
+
+from typer import Argument, Option
+
+ModelName = Annotated[
+    str,
+    Argument(
+        metavar="MODEL",
+        help="demo, a GGUF file, a Hugging Face directory, or a hub id ORG/NAME.",
+    ),
+]
+
+# Where a client finds its server.
+Server = Annotated[
+    str,
+    Option(metavar="ADDRESS", help="HOST:PORT or unix:PATH.", envvar="PAGEMILL_SERVER"),
+]
+DEFAULT_SERVER = "127.0.0.1:50051"
+ServedModel = Annotated[str, Option("--model", help="A served name. Unset: the default one.")]
+Timeout = Annotated[float, Option(help="Seconds until the answer is given up.")]
+Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
+
+# What a generation is asked to be. Unset: the model's default.
+MaxTokens = Annotated[int | None, Option(help="Most tokens to generate.")]
+Temperature = Annotated[float | None, Option(help="0 takes the most likely token.")]
+TopK = Annotated[int | None, Option(help="Draw from the k likeliest only. 0: all.")]
+TopP = Annotated[float | None, Option(help="Draw from the likeliest of this probability.")]
+MinP = Annotated[float | None, Option(help="Draw from those this likely, of the likeliest.")]
+Seed = Annotated[int | None, Option(help="Makes the draw reproducible.")]
+Stop = Annotated[list[str] | None, Option(help="Text that ends the output. Repeatable.")]
+IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after an end of sequence.")]
+System = Annotated[str | None, Option(help="The system message.")]
+
+# How a server is set. Unset: the programs' own default.
+Device = Annotated[str | None, Option(help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")]
+KvCacheDtype = Annotated[str | None, Option(help="Of cached keys and values. auto: as dtype.")]
+KvCacheMemoryBytes = Annotated[int | None, Option(help="Of the KV cache, whatever is free.")]
+GpuMemoryUtilization = Annotated[float | None, Option(help="Share of the device's memory.")]
+Threads = Annotated[int | None, Option(help="Threads of a CPU operation.")]
+Listen = Annotated[str | None, Option(metavar="ADDRESS", help="For clients; port 0: any free.")]
+WorkerListen = Annotated[
+    str | None, Option(metavar="ADDRESS", help="For workers. Unset: a private socket.")
+]
+MetricsListen = Annotated[str | None, Option(metavar="ADDRESS", help="Of the Prometheus page.")]
+ServedModelName = Annotated[str | None, Option(help="Names in requests, parted by commas.")]
+BlockSize = Annotated[int | None, Option(help="Tokens in a KV block.")]
+NumGpuBlocksOverride = Annotated[int | None, Option(help="Usable blocks, whatever memory says.")]
+MaxModelLen = Annotated[int | None, Option(help="Most tokens of prompt and output.")]
+MaxNumSeqs = Annotated[int | None, Option(help="Most requests in a step.")]
+MaxNumBatchedTokens = Annotated[int | None, Option(help="Most tokens in a step.")]
+MaxWaitingRequests = Annotated[int | None, Option(help="Most requests in the queue.")]
+PipelineDepth = Annotated[int | None, Option(help="Plans in flight, 1 or 2.")]
+EnablePrefixCaching = Annotated[bool | None, Option(help="Share blocks of equal prefixes.")]
+PrefixCachingHashAlgo = Annotated[str | None, Option(help="How blocks get their names.")]
+WorkerWait = Annotated[float | None, Option(help="Seconds requests wait for a worker.")]
+DrainTimeout = Annotated[float | None, Option(help="Seconds requests get after SIGTERM.")]
+TraceStepsEvery = Annotated[int | None, Option(help="Trace one step in so many.")]
+LogFormat = Annotated[str | None, Option(help="text or json.")]
+LogLevel = Annotated[str | None, Option(help="debug, info, warning or error.")]
+Config = Annotated[
+    Path | None, Option(help="YAML file of these settings.", envvar="PAGEMILL_CONFIG")
+]
+ReadyTimeout = Annotated[float, Option(help="Seconds until the server must be able to answer.")]

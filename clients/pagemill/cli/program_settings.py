@@ -1,0 +1,133 @@
+"""Which setting belongs to which program, and how a program is told."""
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import yaml
+
+from pagemill.cli.exit_status import CliError, ExitStatus
+from pagemill.cli.model_source import Model
+from pagemill.cli.processes import Programs
+
+# Settings by their names in the programs' own configurations.
+SCHEDULER_SETTINGS = frozenset(
+    {
+        "block_size",
+        "drain_timeout",
+        "enable_prefix_caching",
+        "join_secret",
+        "listen",
+        "log_format",
+        "log_level",
+        "max_model_len",
+        "max_num_batched_tokens",
+        "max_num_seqs",
+        "max_waiting_requests",
+        "metrics_listen",
+        "num_gpu_blocks_override",
+        "pipeline_depth",
+        "prefix_caching_hash_algo",
+        "served_model_name",
+        "trace_steps_every",
+        "worker_listen",
+        "worker_wait",
+    }
+)
+WORKER_SETTINGS = frozenset(
+    {
+        "device",
+        "dtype",
+        "gpu_memory_utilization",
+        "join_secret",
+        "kv_cache_dtype",
+        "kv_cache_memory_bytes",
+        "log_format",
+        "log_level",
+        "threads",
+    }
+)
+
+
+def server_programs(
+    model: Model,
+    flags: Mapping[str, object],
+    file: Mapping[str, object],
+    folder: Path,
+    *,
+    ready_timeout_s: float = 600.0,
+) -> Programs:
+    """Return the command lines of a scheduler and a worker on this machine.
+
+    Flags stay flags. What the file says, and what is only usual here (a private socket
+    between the two), goes into a file for each program in `folder`, so that the environment
+    keeps its place between file and flags.
+
+    Raises: CliError if the file names a setting of neither program.
+    """
+    if unknown := file.keys() - SCHEDULER_SETTINGS - WORKER_SETTINGS:
+        raise CliError(
+            f"config names {', '.join(sorted(unknown))}, no setting of scheduler or worker",
+            ExitStatus.USAGE,
+        )
+    usual = {"served_model_name": [model.name], "worker_listen": f"unix:{folder / 'workers'}"}
+    scheduler_file = _write(folder / "scheduler.json", _only(SCHEDULER_SETTINGS, {**usual, **file}))
+    worker_file = _write(folder / "worker.json", _only(WORKER_SETTINGS, file))
+    return Programs(
+        scheduler=(
+            *program("scheduler_svc", str(model.path), "--config", scheduler_file),
+            *arguments(_only(SCHEDULER_SETTINGS, flags)),
+        ),
+        worker=(
+            *program("worker_svc", str(model.path), "--config", worker_file),
+            *arguments(_only(WORKER_SETTINGS, flags)),
+        ),
+        ready_timeout_s=ready_timeout_s,
+    )
+
+
+def program(module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command line of one of our programs, under this interpreter."""
+    return (sys.executable, "-m", module, *arguments)
+
+
+def read_config(path: Path) -> dict[str, object]:
+    """Return the settings of a YAML file, by their names with underscores.
+
+    Raises: CliError if it cannot be read, or holds no mapping.
+    """
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        raise CliError(
+            f"config is {path}, which cannot be read: {reason}", ExitStatus.USAGE
+        ) from error
+    if not isinstance(content, dict):
+        raise CliError(f"config is {path}, which must hold a mapping", ExitStatus.USAGE)
+    return {str(name).replace("-", "_"): value for name, value in content.items()}
+
+
+def arguments(flags: Mapping[str, object]) -> list[str]:
+    """Return the flags that were given, as our programs read them."""
+    given = []
+    for name, value in flags.items():
+        if value is None:
+            continue
+        flag = name.replace("_", "-")
+        if isinstance(value, bool):
+            given.append(f"--{flag}" if value else f"--no-{flag}")
+        else:
+            given.append(f"--{flag}={value}")
+    return given
+
+
+def _only(known: frozenset[str], settings: Mapping[str, object]) -> dict[str, object]:
+    return {name: value for name, value in settings.items() if name in known}
+
+
+def _write(path: Path, settings: Mapping[str, object]) -> str:
+    """Write settings for a program, for which JSON is YAML; return the path."""
+    path.write_text(json.dumps(settings, default=str), encoding="utf-8")
+    return str(path)

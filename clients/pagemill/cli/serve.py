@@ -1,0 +1,62 @@
+"""`pagemill serve`: a scheduler and a worker on this machine, until a signal."""
+
+import asyncio
+import sys
+import tempfile
+from pathlib import Path
+
+import typer
+
+from pagemill.cli import options, processes
+from pagemill.cli.model_source import resolve
+from pagemill.cli.program_settings import read_config, server_programs
+
+
+def serve(
+    context: typer.Context,
+    model: options.ModelName,
+    listen: options.Listen = None,
+    device: options.Device = None,
+    dtype: options.Dtype = None,
+    served_model_name: options.ServedModelName = None,
+    max_model_len: options.MaxModelLen = None,
+    max_num_seqs: options.MaxNumSeqs = None,
+    max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_waiting_requests: options.MaxWaitingRequests = None,
+    block_size: options.BlockSize = None,
+    num_gpu_blocks_override: options.NumGpuBlocksOverride = None,
+    gpu_memory_utilization: options.GpuMemoryUtilization = None,
+    kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
+    kv_cache_dtype: options.KvCacheDtype = None,
+    enable_prefix_caching: options.EnablePrefixCaching = None,
+    prefix_caching_hash_algo: options.PrefixCachingHashAlgo = None,
+    pipeline_depth: options.PipelineDepth = None,
+    threads: options.Threads = None,
+    worker_listen: options.WorkerListen = None,
+    worker_wait: options.WorkerWait = None,
+    drain_timeout: options.DrainTimeout = None,
+    ready_timeout: options.ReadyTimeout = 600.0,
+    metrics_listen: options.MetricsListen = None,
+    trace_steps_every: options.TraceStepsEvery = None,
+    log_format: options.LogFormat = None,
+    log_level: options.LogLevel = None,
+    config: options.Config = None,
+) -> None:
+    """Serve a model: print `ready ADDRESS` when it can answer, and stay until SIGTERM.
+
+    A second signal kills at once. Exit status: 0 after a clean stop, else that of the program
+    that ended: 2 for an impossible setting, 137 for one that was killed.
+    """
+    file = read_config(config) if config else {}
+    found = resolve(model)
+    with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
+        programs = server_programs(
+            found, context.params, file, Path(folder), ready_timeout_s=ready_timeout
+        )
+        status = asyncio.run(processes.serve(programs, Path(folder), _announce))
+    raise typer.Exit(status)
+
+
+def _announce(address: str) -> None:
+    sys.stdout.write(f"ready {address}\n")
+    sys.stdout.flush()

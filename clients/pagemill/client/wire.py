@@ -1,0 +1,341 @@
+"""Arguments to messages, and messages to events. The only file of the client that knows both."""
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from google.protobuf.message import Message
+
+from pagemill.client.arguments import ChatArguments, GenerateArguments
+from pagemill.client.errors import InvalidArgumentError
+from pagemill.client.events import (
+    Accepted,
+    Delta,
+    Event,
+    Finished,
+    FinishReason,
+    PositionLogprobs,
+    Summary,
+    Timing,
+    TokenLogprob,
+    Usage,
+)
+from pagemill.client.server_facts import (
+    AbortResult,
+    Load,
+    ModelInfo,
+    ServerInfo,
+    StepTimes,
+    Totals,
+    WorkerGroupInfo,
+    WorkerInfo,
+)
+from pagemill.v1 import control_pb2, generation_pb2, inference_pb2
+
+MessageT = TypeVar("MessageT", bound=Message)
+
+_PLAIN = ("model", "request_id", "priority")
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "n",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "logit_bias",
+    "allowed_token_ids",
+    "bad_words",
+)
+_STOPPING = (
+    "max_tokens",
+    "min_tokens",
+    "stop",
+    "stop_token_ids",
+    "ignore_eos",
+    "include_stop_string",
+)
+_OUTPUT = (
+    "omit_text",
+    "keep_special_tokens",
+    "logprobs",
+    "prompt_logprobs",
+    "echo",
+    "min_interval_s",
+)
+_CACHE = ("salt", "read_cache")
+_CHAT = ("tools", "template_arguments", "continue_last_message")
+_KNOWN = frozenset(
+    ("prompt", "messages", *_PLAIN, *_SAMPLING, *_STOPPING, *_OUTPUT, *_CACHE, *_CHAT)
+)
+
+_REASONS = {
+    generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
+    generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
+    generation_pb2.FINISH_REASON_ABORT: FinishReason.ABORT,
+}
+
+
+def generate_request(arguments: GenerateArguments) -> inference_pb2.GenerateRequest:
+    """Return the message for these arguments.
+
+    Raises: TypeError for a name that is none; InvalidArgumentError for a value that no
+        message can hold, and if not exactly one of prompt and messages is given.
+    """
+    given = _given(arguments, _KNOWN, "generate")
+    if ("prompt" in given) == ("messages" in given):
+        raise InvalidArgumentError("exactly one of prompt and messages is needed", field="prompt")
+    if isinstance(given.get("stop"), str):
+        given["stop"] = [given["stop"]]
+
+    request = _message(inference_pb2.GenerateRequest, given, _PLAIN)
+    if "messages" in given:
+        request.chat.CopyFrom(_chat(given))
+    elif isinstance(given["prompt"], str):
+        request.MergeFrom(
+            _one_field(inference_pb2.GenerateRequest, "text", given["prompt"], "prompt")
+        )
+    else:
+        request.token_ids.CopyFrom(
+            _one_field(generation_pb2.TokenIds, "ids", given["prompt"], "prompt")
+        )
+    _fill(request.sampling, given, _SAMPLING)
+    _fill(request.stopping, given, _STOPPING)
+    _fill(request.output, given, _OUTPUT)
+    _fill(request.cache, given, _CACHE)
+    return request
+
+
+def tokenize_request(
+    text: str | None, arguments: ChatArguments, model: str, *, omit_special_tokens: bool
+) -> inference_pb2.TokenizeRequest:
+    """Return the message that asks for the ids of a text or of a conversation.
+
+    Raises: InvalidArgumentError as generate_request does.
+    """
+    given = _given(arguments, {"messages", *_CHAT}, "tokenize")
+    if (text is None) == ("messages" not in given):
+        raise InvalidArgumentError("exactly one of text and messages is needed", field="text")
+    fields = {"text": text, "model": model, "omit_special_tokens": omit_special_tokens}
+    request = _message(inference_pb2.TokenizeRequest, fields, fields)
+    if "messages" in given:
+        request.chat.CopyFrom(_chat(given))
+    return request
+
+
+def detokenize_request(
+    token_ids: Sequence[int], model: str, *, keep_special_tokens: bool
+) -> inference_pb2.DetokenizeRequest:
+    """Return the message that asks for the text of token ids.
+
+    Raises: InvalidArgumentError for ids that no message can hold.
+    """
+    fields = {"token_ids": token_ids, "model": model, "keep_special_tokens": keep_special_tokens}
+    return _message(inference_pb2.DetokenizeRequest, fields, fields)
+
+
+def _given(arguments: Mapping[str, Any], known: Collection[str], function: str) -> dict[str, Any]:
+    """Return the arguments that say something. TypeError for a name that is none."""
+    if unknown := arguments.keys() - known:
+        raise TypeError(f"{function}() has no argument {', '.join(sorted(unknown))}")
+    return {name: value for name, value in arguments.items() if value is not None}
+
+
+def _chat(given: Mapping[str, Any]) -> inference_pb2.Chat:
+    chat = inference_pb2.Chat(messages=[_chat_message(message) for message in given["messages"]])
+    chat.tools_json.extend(_json("tools", tool) for tool in given.get("tools", ()))
+    if given.get("template_arguments"):
+        chat.template_arguments_json = _json("template_arguments", given["template_arguments"])
+    chat.continue_last_message = given.get("continue_last_message", False)
+    return chat
+
+
+def _chat_message(message: object) -> inference_pb2.ChatMessage:
+    if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+        raise InvalidArgumentError(
+            "messages are objects with a role, such as {'role': 'user', 'content': 'Hello'}",
+            field="messages",
+        )
+    content = message.get("content")
+    if not isinstance(content, str | None):
+        raise InvalidArgumentError(
+            f"content in messages is {type(content).__name__}, must be text", field="messages"
+        )
+    more = {name: value for name, value in message.items() if name not in {"role", "content"}}
+    fields = {
+        "role": message["role"],
+        "content": content,
+        "extra_json": _json("messages", more) if more else "",
+    }
+    return _message(inference_pb2.ChatMessage, fields, fields)
+
+
+def _json(field: str, value: object) -> str:
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise InvalidArgumentError(f"{field} cannot become JSON: {error}", field=field) from error
+
+
+def _message(kind: type[MessageT], given: Mapping[str, Any], names: Iterable[str]) -> MessageT:
+    message = kind()
+    _fill(message, given, names)
+    return message
+
+
+def _fill(message: Message, given: Mapping[str, Any], names: Iterable[str]) -> None:
+    """Set those of `names` that are given. A part of which none is given stays unset."""
+    for name in names:
+        if given.get(name) is not None:
+            message.MergeFrom(_one_field(type(message), name, given[name], name))
+
+
+def _one_field(kind: type[MessageT], field: str, value: object, name: str) -> MessageT:
+    """Return a message with one field set, or name the argument that cannot be set."""
+    try:
+        return kind(**{field: value})
+    except (TypeError, ValueError) as error:
+        # Text and lists can be long or secret; a number is what its caller needs to see.
+        shown = f"{name} is {value!r}, which" if isinstance(value, int | float) else name
+        raise InvalidArgumentError(f"{shown} cannot be sent: {error}", field=name) from error
+
+
+def events(message: inference_pb2.GenerateResponse) -> Iterator[Event]:
+    """Yield what one message of a stream tells, in order."""
+    if message.HasField("accepted"):
+        accepted = message.accepted
+        yield Accepted(accepted.request_id, accepted.prompt_tokens, accepted.seed)
+    for delta in message.deltas:
+        yield Delta(
+            delta.sequence_index,
+            tuple(delta.token_ids),
+            delta.text,
+            _positions(delta.logprobs),
+            delta.step_id,
+        )
+    for finished in message.finished:
+        yield _finished(finished)
+    if message.HasField("summary"):
+        yield _summary(message.summary)
+
+
+def _positions(
+    positions: Sequence[inference_pb2.PositionLogprobs],
+) -> tuple[PositionLogprobs, ...]:
+    return tuple(
+        tuple(
+            TokenLogprob(entry.token_id, entry.logprob, entry.rank, entry.text)
+            for entry in position.entries
+        )
+        for position in positions
+    )
+
+
+def _finished(finished: inference_pb2.Finished) -> Finished:
+    kind = finished.WhichOneof("stop_match")
+    has_sum = finished.HasField("cumulative_logprob")
+    return Finished(
+        finished.sequence_index,
+        _REASONS.get(finished.reason, FinishReason.ERROR),
+        None if kind is None else getattr(finished, kind),
+        finished.cumulative_logprob if has_sum else None,
+        finished.error,
+    )
+
+
+def _summary(summary: inference_pb2.Summary) -> Summary:
+    usage, timing = summary.usage, summary.timing
+    return Summary(
+        Usage(
+            usage.prompt_tokens,
+            usage.completion_tokens,
+            usage.cached_tokens,
+            usage.recomputed_tokens,
+        ),
+        Timing(timing.queue_s, timing.ttft_s, timing.total_s, timing.preemptions),
+        _positions(summary.prompt_logprobs),
+    )
+
+
+def server_info(message: control_pb2.GetServerInfoResponse) -> ServerInfo:
+    """Return a server's facts."""
+    groups = tuple(
+        WorkerGroupInfo(
+            group.group,
+            group.ready,
+            group.epoch,
+            group.num_blocks,
+            tuple(
+                WorkerInfo(worker.rank, worker.boot_id, worker.device, worker.dtype, worker.phase)
+                for worker in group.workers
+            ),
+        )
+        for group in message.groups
+    )
+    return ServerInfo(
+        version=message.version,
+        protocol_version=message.protocol_version,
+        incarnation=message.incarnation,
+        model_names=tuple(message.model_names),
+        block_size=message.block_size,
+        max_num_batched_tokens=message.max_num_batched_tokens,
+        max_num_seqs=message.max_num_seqs,
+        max_model_len=message.max_model_len,
+        pipeline_depth=message.pipeline_depth,
+        groups=groups,
+    )
+
+
+def model_info(message: control_pb2.GetModelInfoResponse) -> ModelInfo:
+    """Return a model's facts."""
+    return ModelInfo(
+        model=message.model,
+        architecture=message.architecture,
+        vocab_size=message.vocab_size,
+        max_model_len=message.max_model_len,
+        eos_token_ids=tuple(message.eos_token_ids),
+        has_chat_template=message.has_chat_template,
+        fingerprint=message.fingerprint,
+    )
+
+
+def load(message: control_pb2.GetLoadResponse) -> Load:
+    """Return a server's load."""
+    totals, recent = message.totals, message.recent_steps
+    return Load(
+        running=message.running,
+        waiting=message.waiting,
+        used_blocks=message.used_blocks,
+        idle_cached_blocks=message.idle_cached_blocks,
+        free_blocks=message.free_blocks,
+        total_blocks=message.total_blocks,
+        waiting_tokens=message.waiting_tokens,
+        totals=Totals(
+            steps=totals.steps,
+            prompt_tokens=totals.prompt_tokens,
+            generation_tokens=totals.generation_tokens,
+            prefix_queries=totals.prefix_queries,
+            prefix_hits=totals.prefix_hits,
+            preemptions=totals.preemptions,
+            recomputed_tokens=totals.recomputed_tokens,
+        ),
+        recent_steps=StepTimes(
+            steps=recent.steps,
+            schedule_s=recent.schedule_s,
+            encode_s=recent.encode_s,
+            wire_s=recent.wire_s,
+            worker_wait_s=recent.worker_wait_s,
+            model_s=recent.model_s,
+            emit_s=recent.emit_s,
+            step_s=recent.step_s,
+        )
+        if message.HasField("recent_steps")
+        else None,
+    )
+
+
+def abort_result(message: control_pb2.AbortResponse) -> AbortResult:
+    """Return what an abort met."""
+    return AbortResult(tuple(message.aborted), tuple(message.unknown))

@@ -1,0 +1,1 @@
+"""The shell around the core: gRPC, clocks, text, metrics and traces."""

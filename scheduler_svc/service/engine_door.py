@@ -1,0 +1,256 @@
+"""What a front end and the engine say to each other: plain data, so that one can leave home."""
+
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass
+from typing import Protocol
+
+from scheduler_svc.core.request import FinishReason, Sampling
+from scheduler_svc.service.step_record import StepTimes
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """A request as a front end hands it over: tokenized, validated, every value given."""
+
+    request_id: str
+    """Unique among live requests, scoped by tenant, not empty."""
+
+    token_ids: "array[int]"
+    """The prompt: an `array('i')`, at least one token."""
+
+    sampling: Sampling
+    """How to sample. The seed is drawn already."""
+
+    max_output_tokens: int | None
+    """Most tokens to generate. None: as many as model length and pool allow."""
+
+    min_output_tokens: int
+    """Tokens before which no stop id ends the output."""
+
+    eos_token_ids: frozenset[int]
+    """Ids that end the model's turn. Empty: EOS is ignored."""
+
+    stop_token_ids: frozenset[int]
+    """Ids that end the output besides EOS."""
+
+    salt: bytes
+    """Separates this request's cached prefixes from those with another salt."""
+
+    read_cache: bool
+    """False: computes its whole prompt, hits or not."""
+
+    priority: int
+    """Lower goes first."""
+
+    deadline_ns: int | None
+    """Monotonic clock, nanoseconds. None: no deadline."""
+
+    arrival_ns: int
+    """Monotonic clock, nanoseconds."""
+
+    traceparent: str
+    """W3C trace context of the request's span. Empty: not traced."""
+
+
+@dataclass(frozen=True, slots=True)
+class Accepted:
+    """What the engine made of a submission."""
+
+    request_id: str
+    num_prompt_tokens: int
+
+    max_output_tokens: int
+    """The bound that holds, where the caller gave none as well."""
+
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """What a request cost so far. Times are nanoseconds of the monotonic clock."""
+
+    num_prompt_tokens: int
+    num_output_tokens: int
+
+    num_cached_tokens: int
+    """Prefix hits at the first admission."""
+
+    num_recomputed_tokens: int
+    """Tokens computed again after preemptions."""
+
+    num_preemptions: int
+    arrival_ns: int
+    first_scheduled_ns: int | None
+    first_token_ns: int | None
+
+    finished_ns: int | None
+    """None while the request lives."""
+
+    first_step_id: int | None
+    last_step_id: int | None
+    preemption_times_ns: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """How a request ended."""
+
+    reason: FinishReason
+
+    stop_token_id: int | None
+    """The stop id that ended it. None: EOS, or no id at all."""
+
+    error: str
+    """One sentence, with reason ERROR. Else empty."""
+
+    account: Account
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """All that a stream gained since it was last read."""
+
+    token_ids: tuple[int, ...]
+    """May be empty in the batch that ends the stream."""
+
+    step_id: int
+    """The step that sampled the last of them."""
+
+    finish: Finish | None
+    """Set in the last batch of a stream, and only there."""
+
+
+class TokenStream(Protocol):
+    """The tokens of one live request. Ends after the batch whose `finish` is set.
+
+    Raises: SlowReaderError while iterating, when more tokens piled up than a stream may hold;
+        UnavailableError, when no worker came or a drain's time ran out; DeadlineError.
+    """
+
+    @property
+    def accepted(self) -> Accepted:
+        """What was made of the submission."""
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        """Yield batches. One reader at a time."""
+
+    def finish(self, num_output_tokens: int) -> None:
+        """End the output after this many tokens: a stop string was found.
+
+        The stream then ends with reason STOP, and its account counts only these tokens, even
+        if the request had ended by itself behind them. Does nothing once the last batch was
+        read.
+        """
+
+    def account(self) -> Account:
+        """What the request cost so far; final once the `open` block is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counters since start, as pagemill.v1.Totals."""
+
+    steps: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_queries: int
+    prefix_hits: int
+    preemptions: int
+    recomputed_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """How busy the engine is, as pagemill.v1.GetLoadResponse."""
+
+    running: int
+    waiting: int
+    used_blocks: int
+    idle_cached_blocks: int
+    free_blocks: int
+    total_blocks: int
+
+    waiting_tokens: int
+    """Tokens of waiting requests."""
+
+    totals: Totals
+
+    recent: StepTimes | None
+    """Means over the last steps. None before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerState:
+    """A rank that has joined."""
+
+    rank: int
+    boot_id: int
+    device: str
+    dtype: str
+
+    phase: str
+    """What the worker last said it was doing: loading, sizing, idle, running, stopping."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """A worker group, joined or not."""
+
+    number: int
+
+    ready: bool
+    """True: it takes plans."""
+
+    epoch: int
+    """Raised each time the whole group has joined. 0: never."""
+
+    num_blocks: int
+    """Usable blocks of its pool. 0 until first ready."""
+
+    workers: tuple[WorkerState, ...]
+
+    fingerprint: str
+    """Hash of the weights, in hex. Empty until a worker has joined."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerState:
+    """What stands behind the door."""
+
+    incarnation: int
+    """Random 64-bit number of this scheduler process."""
+
+    draining: bool
+    """True: new requests are refused."""
+
+    groups: tuple[GroupState, ...]
+
+
+class EngineDoor(Protocol):
+    """All that a front end can ask of the engine."""
+
+    def open(self, submission: Submission) -> AbstractAsyncContextManager[TokenStream]:
+        """Submit a request. Leaving the block ends it and frees all it holds, whatever the cause.
+
+        Raises: RequestError kinds on entering. Nothing is queued then.
+        """
+
+    def abort(self, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
+        """End live requests with reason ABORT; None ends all. Return (ended, not live)."""
+
+    def load(self) -> Load:
+        """Return how busy the engine is now."""
+
+    def server_state(self) -> ServerState:
+        """Return what stands behind the door now."""
+
+    def flush_cache(self) -> int:
+        """Forget the names of all cached blocks; return how many."""
+
+    async def drain(self) -> None:
+        """Refuse new requests, and return when none is left. Wait as long as the caller does."""
+
+    def resume(self) -> None:
+        """Take new requests again."""

@@ -1,0 +1,194 @@
+"""What a request's fields may hold: tables of bounds, and the sentence for a value outside."""
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sized
+from dataclasses import dataclass
+
+from google.protobuf.message import Message
+
+from pagemill.v1.generation_pb2 import BeamSearch, Sampling, Stopping
+from pagemill.v1.inference_pb2 import GenerateRequest
+from scheduler_svc.core.errors import InvalidRequestError, NotServedError
+from scheduler_svc.service.text.stop_strings import MAX_STOP_CHARACTERS
+
+MAX_LOGPROBS = 20
+"""Candidates at each position, as in vLLM."""
+
+MAX_SEQUENCES = 128
+"""Sequences or beams of one request."""
+
+MAX_STOPS = 64
+MAX_STOP_BYTES = 4096
+MAX_LIST_ENTRIES = 1024
+MAX_REQUEST_ID_BYTES = 256
+MAX_SALT_BYTES = 256
+MAX_INTERVAL_S = 60.0
+
+_MAX_QUOTED = 64
+
+
+def quoted(text: str) -> str:
+    """Return a client's text for a message: escaped, in quotes, and cut."""
+    return repr(text if len(text) <= _MAX_QUOTED else text[:_MAX_QUOTED] + "…")
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """An interval of finite numbers. NaN is in none."""
+
+    low: float
+    high: float = math.inf
+
+    above_low: bool = False
+    """True: `low` itself is outside."""
+
+    def check(self, field: str, value: float) -> None:
+        """Refuse a value outside.
+
+        Raises: InvalidRequestError naming field, value and interval.
+        """
+        inside = self.low <= value <= self.high and math.isfinite(value)
+        if not inside or (self.above_low and value == self.low):
+            raise InvalidRequestError(field, f"{field} is {value}, must be in {self}")
+
+    def __str__(self) -> str:
+        low = "(-∞" if math.isinf(self.low) else f"{'(' if self.above_low else '['}{self.low:g}"
+        return f"{low}, {'∞)' if math.isinf(self.high) else f'{self.high:g}]'}"
+
+
+_SAMPLING = {
+    "temperature": Interval(0, 2),
+    "top_k": Interval(-1),
+    "top_p": Interval(0, 1, above_low=True),
+    "min_p": Interval(0, 1),
+    "n": Interval(0, MAX_SEQUENCES),
+    "presence_penalty": Interval(-2, 2),
+    "frequency_penalty": Interval(-2, 2),
+    "repetition_penalty": Interval(0, above_low=True),
+}
+_STOPPING = {"max_tokens": Interval(1)}
+_OUTPUT = {
+    "logprobs": Interval(0, MAX_LOGPROBS),
+    "prompt_logprobs": Interval(0, MAX_LOGPROBS),
+    "min_interval_s": Interval(0, MAX_INTERVAL_S),
+}
+_BEAM = {
+    "width": Interval(2, MAX_SEQUENCES),
+    "length_penalty": Interval(-math.inf),
+    "num_returned": Interval(0, MAX_SEQUENCES),
+}
+_BIAS = Interval(-100, 100)
+
+# Fields of this protocol that wait for later versions, and whether a request uses them.
+_NOT_SERVED: Mapping[str, Callable[[GenerateRequest], bool]] = {
+    "tenant": lambda m: bool(m.tenant),
+    "adapter": lambda m: bool(m.adapter),
+    "beam": lambda m: m.beam.width > 0,
+    "guide": lambda m: m.HasField("guide"),
+    "embeddings": lambda m: bool(m.embeddings),
+    "sampling.n": lambda m: m.sampling.n > 1,
+    "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
+    "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
+    "sampling.repetition_penalty": lambda m: (
+        m.sampling.HasField("repetition_penalty") and m.sampling.repetition_penalty != 1
+    ),
+    "sampling.logit_bias": lambda m: bool(m.sampling.logit_bias),
+    "sampling.allowed_token_ids": lambda m: bool(m.sampling.allowed_token_ids),
+    "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
+    "stopping.min_tokens": lambda m: m.stopping.min_tokens > 0,
+    "output.logprobs": lambda m: m.output.HasField("logprobs"),
+    "output.prompt_logprobs": lambda m: m.output.HasField("prompt_logprobs"),
+    "output.echo": lambda m: m.output.echo,
+}
+
+
+def check_fields(message: GenerateRequest, vocab_size: int) -> None:
+    """Refuse a request for one of its values, the prompt's aside.
+
+    Raises: InvalidRequestError naming the first field outside its bound, value and bound.
+        NotServedError naming the first field that is right, but not served yet.
+    """
+    _check_request_id(message.request_id)
+    _check_size("cache.salt", message.cache.salt.encode(), MAX_SALT_BYTES, "bytes")
+    _check_sampling(message.sampling, vocab_size)
+    _check_stopping(message.stopping, vocab_size)
+    _check_numbers("output", message.output, _OUTPUT)
+    _check_beam(message.beam)
+    for field, is_used in _NOT_SERVED.items():
+        if is_used(message):
+            raise NotServedError(field, f"{field} is not served by this version")
+
+
+def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
+    """Refuse ids outside the vocabulary.
+
+    Raises: InvalidRequestError naming field, id and bound.
+    """
+    if token_ids and (min(token_ids) < 0 or max(token_ids) >= vocab_size):
+        wrong = next(id_ for id_ in token_ids if not 0 <= id_ < vocab_size)
+        raise InvalidRequestError(
+            field, f"{field} has the id {wrong}, must be in [0, {vocab_size - 1}], the vocabulary"
+        )
+
+
+def sampling_interval(name: str) -> Interval:
+    """Return what the field of `pagemill.v1.Sampling` with this name may hold."""
+    return _SAMPLING[name]
+
+
+def _check_numbers(prefix: str, message: Message, intervals: Mapping[str, Interval]) -> None:
+    """Check the numbers of a message that are set."""
+    for field, value in message.ListFields():
+        if interval := intervals.get(field.name):
+            interval.check(f"{prefix}.{field.name}", value)
+
+
+def _check_size(field: str, content: Sized, most: int, unit: str) -> None:
+    if len(content) > most:
+        raise InvalidRequestError(
+            field, f"{field} has {len(content)} {unit}, must have at most {most}"
+        )
+
+
+def _check_texts(field: str, texts: Collection[str], most: int) -> None:
+    _check_size(field, texts, most, "entries")
+    for index, text in enumerate(texts):
+        if not text:
+            raise InvalidRequestError(field, f"{field}[{index}] is empty, must have a character")
+
+
+def _check_request_id(request_id: str) -> None:
+    _check_size("request_id", request_id.encode(), MAX_REQUEST_ID_BYTES, "bytes")
+    if not request_id.isprintable():
+        raise InvalidRequestError(
+            "request_id", f"request_id is {quoted(request_id)}, must be printable text"
+        )
+
+
+def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
+    _check_numbers("sampling", sampling, _SAMPLING)
+    _check_size("sampling.logit_bias", sampling.logit_bias, MAX_LIST_ENTRIES, "entries")
+    check_token_ids("sampling.logit_bias", sampling.logit_bias, vocab_size)
+    for id_, bias in sampling.logit_bias.items():
+        _BIAS.check(f"sampling.logit_bias[{id_}]", bias)
+    _check_size("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size, "ids")
+    check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+    _check_texts("sampling.bad_words", sampling.bad_words, MAX_LIST_ENTRIES)
+
+
+def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
+    _check_numbers("stopping", stopping, _STOPPING)
+    if stopping.HasField("max_tokens"):
+        Interval(0, stopping.max_tokens).check("stopping.min_tokens", stopping.min_tokens)
+    _check_texts("stopping.stop", stopping.stop, MAX_STOPS)
+    stops = "".join(stopping.stop)
+    _check_size("stopping.stop", stops.encode(), MAX_STOP_BYTES, "bytes")
+    _check_size("stopping.stop", stops, MAX_STOP_CHARACTERS, "characters")
+    _check_size("stopping.stop_token_ids", stopping.stop_token_ids, MAX_STOPS, "ids")
+    check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
+
+
+def _check_beam(beam: BeamSearch) -> None:
+    _check_numbers("beam", beam, _BEAM)
+    if beam.width:
+        Interval(0, beam.width).check("beam.num_returned", beam.num_returned)

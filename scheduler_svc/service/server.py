@@ -1,0 +1,236 @@
+"""The life of the service: build, listen, serve, drain, stop."""
+
+import asyncio
+import gc
+import secrets
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+
+import structlog
+from grpc_reflection.v1alpha import reflection
+from prometheus_client import CollectorRegistry
+
+from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.core.errors import UnavailableError
+from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.errors import ConfigError
+from scheduler_svc.service.engine import Engine
+from scheduler_svc.service.front_end import FrontEnd
+from scheduler_svc.service.group_events import Mailbox
+from scheduler_svc.service.health import HEALTH_SERVICE, Health
+from scheduler_svc.service.listener import Listener
+from scheduler_svc.service.metrics import (
+    LoadCollector,
+    RequestMetrics,
+    StepMetrics,
+    new_registry,
+)
+from scheduler_svc.service.metrics_http import serve_metrics
+from scheduler_svc.service.public_services import PUBLIC_SERVICES, add_public_services
+from scheduler_svc.service.signals import two_stage_signals
+from scheduler_svc.service.text.model_facts import ModelFacts
+from scheduler_svc.service.text.tokenizer import Tokenizer
+from scheduler_svc.service.tracing import Tracing, tracing
+from scheduler_svc.service.worker_group import PROTOCOL_VERSION, JoinTerms, WorkerGroup
+from scheduler_svc.service.worker_servicer import add_worker_servicer
+
+STOP_WORKERS_S = 5.0
+"""Seconds that workers get to leave when the server stops."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What serves, without its listeners."""
+
+    group: WorkerGroup
+    engine: Engine
+    front: FrontEnd
+
+
+async def run_server(
+    settings: SchedulerSettings, environ: Mapping[str, str], announce: Callable[[str], None]
+) -> None:
+    """Serve until the first signal, then drain and stop the workers.
+
+    `announce` gets the lines that a parent process waits for. The environment is read for
+    OpenTelemetry's variables only.
+
+    Raises: ConfigError, before anything listens; CancelledError after the second signal;
+        ExceptionGroup if a part failed.
+    """
+    with two_stage_signals() as stop:
+        async with AsyncExitStack() as stack:
+            public = Listener.bind("listen", settings.listen)
+            workers = Listener.bind("worker_listen", settings.worker_listen, ping_peers=True)
+            registry = new_registry()
+            page = None
+            if settings.metrics_listen is not None:
+                page = await stack.enter_async_context(
+                    _metrics_page(settings.metrics_listen, registry)
+                )
+            release = version("pagemill")
+            traces = await stack.enter_async_context(
+                tracing(environ, version=release, steps_every=settings.trace_steps_every)
+            )
+            parts = _build(settings, release, registry, traces)
+            registry.register(LoadCollector(parts.engine.load))
+            _log_start(settings, parts.front, page)
+            # What has been built lives as long as the process: never look at it again.
+            gc.collect()
+            gc.freeze()
+            await _serve(parts, public, workers, settings.drain_timeout, stop, announce)
+
+
+async def _serve(
+    parts: _Parts,
+    public: Listener,
+    workers: Listener,
+    drain_timeout_s: float,
+    stop: asyncio.Event,
+    announce: Callable[[str], None],
+) -> None:
+    health = Health(public.server, PUBLIC_SERVICES)
+    add_public_services(public.server, parts.engine, parts.front)
+    reflection.enable_server_reflection(
+        (*PUBLIC_SERVICES, HEALTH_SERVICE, reflection.SERVICE_NAME), public.server
+    )
+    add_worker_servicer(workers.server, parts.group)
+    async with asyncio.TaskGroup() as tasks:
+        background = (
+            tasks.create_task(parts.engine.run()),
+            tasks.create_task(health.follow(parts.engine.serving)),
+        )
+        # Left in turn: clients first, then workers, then the loop between them.
+        async with workers.serving(), _workers_to_stop(parts.group), public.serving():
+            announce(f"listening {public.address}")
+            announce(f"workers {workers.address}")
+            await stop.wait()
+            await health.stop()
+            await _drain(parts.engine, drain_timeout_s)
+        for task in background:
+            task.cancel()
+
+
+@asynccontextmanager
+async def _workers_to_stop(group: WorkerGroup) -> AsyncIterator[None]:
+    """Ask the workers to exit when the block is left in good order."""
+    yield
+    try:
+        async with asyncio.timeout(STOP_WORKERS_S):
+            await group.stop()
+    except TimeoutError:
+        structlog.get_logger("server").warning("workers did not leave", after_s=STOP_WORKERS_S)
+
+
+@asynccontextmanager
+async def _metrics_page(address: str, registry: CollectorRegistry) -> AsyncIterator[str]:
+    """Serve metrics while the block lasts, and yield the address with the port taken."""
+    async with AsyncExitStack() as stack:
+        try:
+            port = await stack.enter_async_context(serve_metrics(address, registry))
+        except OSError as error:
+            raise ConfigError(
+                f"metrics_listen is {address}, which cannot be had: {error}"
+            ) from error
+        yield f"{address.rpartition(':')[0]}:{port}"
+
+
+async def _drain(engine: Engine, limit_s: float) -> None:
+    """Let requests end, up to a limit; the rest keep what they have and get UNAVAILABLE."""
+    log = structlog.get_logger("server")
+    log.info("draining", limit_s=limit_s, requests=engine.num_live)
+    try:
+        async with asyncio.timeout(limit_s):
+            await engine.drain()
+    except TimeoutError:
+        log.warning("drain limit reached", requests=engine.num_live)
+        engine.fail_all(UnavailableError(f"the server stops; {limit_s:g} s to end have passed"))
+
+
+def _build(
+    settings: SchedulerSettings,
+    release: str,
+    registry: CollectorRegistry,
+    traces: Tracing | None,
+) -> _Parts:
+    """Read the model's files and put the parts together.
+
+    Raises: ConfigError.
+    """
+    path = Path(settings.model_path)
+    facts = ModelFacts.from_path(path)
+    limits = _limits(settings, facts)
+    incarnation = secrets.randbits(64)
+    mailbox = Mailbox()
+    group = WorkerGroup(_terms(settings, facts, limits), mailbox, incarnation=incarnation)
+    engine = Engine(
+        Scheduler(limits, enable_prefix_caching=settings.enable_prefix_caching),
+        group,
+        mailbox,
+        incarnation=incarnation,
+        worker_wait_s=settings.worker_wait,
+        observers=[StepMetrics(registry)],
+        tracer=traces.steps if traces else None,
+    )
+    front = FrontEnd.for_model(
+        facts,
+        Tokenizer.from_path(path),
+        served_names=tuple(settings.served_model_name) or (path.stem,),
+        limits=limits,
+        version=release,
+        protocol_version=PROTOCOL_VERSION,
+        metrics=RequestMetrics(registry),
+        tracer=traces.requests if traces else None,
+    )
+    return _Parts(group, engine, front)
+
+
+def _log_start(settings: SchedulerSettings, front: FrontEnd, metrics_page: str | None) -> None:
+    limits = front.limits
+    structlog.get_logger("server").info(
+        "starting",
+        version=front.version,
+        model=settings.model_path,
+        served_as=",".join(front.served_names),
+        max_model_len=limits.max_model_len,
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        pipeline_depth=limits.pipeline_depth,
+        metrics=metrics_page or "off",
+    )
+
+
+def _limits(settings: SchedulerSettings, facts: ModelFacts) -> Limits:
+    longest = facts.max_position_embeddings
+    max_model_len = settings.max_model_len or longest
+    if max_model_len > longest:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, must be at most {longest}, for which the model "
+            "was made"
+        )
+    return Limits(
+        block_size=settings.block_size,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_num_batched_tokens,
+        max_model_len=max_model_len,
+        max_waiting_requests=settings.max_waiting_requests,
+        pipeline_depth=settings.pipeline_depth,
+    )
+
+
+def _terms(settings: SchedulerSettings, facts: ModelFacts, limits: Limits) -> JoinTerms:
+    return JoinTerms(
+        block_size=limits.block_size,
+        max_num_seqs=limits.max_num_seqs,
+        max_num_batched_tokens=limits.max_num_batched_tokens,
+        max_model_len=limits.max_model_len,
+        pipeline_depth=limits.pipeline_depth,
+        num_blocks_override=settings.num_gpu_blocks_override or 0,
+        vocab_size=facts.vocab_size,
+        join_secret=settings.join_secret.get_secret_value(),
+    )

@@ -1,0 +1,83 @@
+"""The one table from a refused request to its gRPC status, and the details that go with it."""
+
+from dataclasses import dataclass
+from typing import Never
+
+import grpc
+from google.protobuf.duration_pb2 import Duration
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2, status_pb2
+from grpc import aio
+from grpc_status import rpc_status
+
+from scheduler_svc.core.errors import (
+    DeadlineError,
+    DuplicateRequestError,
+    InvalidRequestError,
+    NotServedError,
+    QueueFullError,
+    RequestError,
+    SlowReaderError,
+    UnavailableError,
+    UnknownModelError,
+)
+
+
+class UnknownRequestError(RequestError):
+    """No live request has any of the ids."""
+
+
+_DOMAIN = "pagemill"
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """How a kind of error looks on the wire."""
+
+    code: grpc.StatusCode
+
+    reason: str
+    """For programs: `reason` of google.rpc.ErrorInfo."""
+
+
+# A subclass without a row of its own has its parent's.
+REFUSALS: dict[type[RequestError], Refusal] = {
+    InvalidRequestError: Refusal(grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD"),
+    DuplicateRequestError: Refusal(grpc.StatusCode.ALREADY_EXISTS, "DUPLICATE_REQUEST_ID"),
+    QueueFullError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
+    SlowReaderError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER"),
+    UnknownModelError: Refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
+    UnknownRequestError: Refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST"),
+    NotServedError: Refusal(grpc.StatusCode.UNIMPLEMENTED, "NOT_SERVED"),
+    UnavailableError: Refusal(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
+    DeadlineError: Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    RequestError: Refusal(grpc.StatusCode.FAILED_PRECONDITION, "REFUSED"),
+}
+
+
+def refusal(error: RequestError) -> Refusal:
+    """Return the table's row for an error."""
+    return next(REFUSALS[kind] for kind in type(error).__mro__ if kind in REFUSALS)
+
+
+async def refuse(context: "aio.ServicerContext[Message, Message]", error: RequestError) -> Never:
+    """End a call with the status of an error, its sentence and its details."""
+    row = refusal(error)
+    status = status_pb2.Status(code=row.code.value[0], message=str(error))
+    for detail in _details(error, row.reason):
+        status.details.add().Pack(detail)
+    await context.abort_with_status(rpc_status.to_status(status))
+
+
+def _details(error: RequestError, reason: str) -> list[Message]:
+    details: list[Message] = [error_details_pb2.ErrorInfo(reason=reason, domain=_DOMAIN)]
+    if isinstance(error, InvalidRequestError):
+        violation = error_details_pb2.BadRequest.FieldViolation(
+            field=error.field, description=str(error)
+        )
+        details.append(error_details_pb2.BadRequest(field_violations=[violation]))
+    if isinstance(error, QueueFullError | UnavailableError):
+        delay = Duration()
+        delay.FromNanoseconds(int(error.retry_after_s * 1e9))
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
+    return details

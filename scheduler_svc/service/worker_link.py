@@ -1,0 +1,220 @@
+"""One worker's stream, from its hello to its end: order, heartbeats, and what goes out."""
+
+import asyncio
+import time
+from collections import deque
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+
+from pagemill.v1 import worker_pb2
+from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.service.engine_door import WorkerState
+from scheduler_svc.service.group_events import StepArrived
+from scheduler_svc.service.worker_wire import (
+    Epoch,
+    MalformedMessageError,
+    decode_message,
+    decode_result,
+    encode_plan,
+)
+
+MISSED_HEARTBEATS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class SentPlan:
+    """A plan that is on its way to the workers."""
+
+    epoch_number: int
+    num_bytes: int
+    encoded_ns: int
+    sent_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Why we end a stream, for the worker to read."""
+
+    code: grpc.StatusCode
+    reason: str
+
+
+class LinkOwner(Protocol):
+    """Who wants to know what a worker says: its group."""
+
+    def worker_ready(self, link: "WorkerLink", ready: worker_pb2.WorkerReady) -> None:
+        """Note that the worker can take plans."""
+
+    def step_arrived(self, link: "WorkerLink", step: StepArrived) -> None:
+        """Note a result that came in order."""
+
+    def worker_gone(self, link: "WorkerLink", reason: str) -> None:
+        """Note that the stream has ended. Called once."""
+
+
+class WorkerLink:
+    """A joined worker.
+
+    The servicer feeds `receive` and writes what `next_outgoing` gives. Either side may end
+    it: `fail` with a status for the worker, `close` when nobody listens any more. Both tell
+    the group at once; whatever comes later is ignored.
+
+    Out go an ack, at most `pipeline_depth` plans and a stop: that bounds the outbox.
+    """
+
+    def __init__(
+        self, hello: worker_pb2.WorkerHello, ack: worker_pb2.JoinAck, owner: LinkOwner
+    ) -> None:
+        self.boot_id: int = hello.boot_id
+        self.rank: int = ack.rank
+        self.model = hello.model
+        self.epoch: Epoch | None = None
+        """Set by the group once the worker takes plans."""
+        self._device = ack.device_uuid
+        for device in hello.devices:
+            if device.uuid == ack.device_uuid:
+                self._device = device.kind
+        self._owner = owner
+        self._phase = worker_pb2.WORKER_PHASE_LOADING
+        self._said_ready = False
+        self._steps_in_flight: deque[int] = deque()
+
+        self._outbox = deque([worker_pb2.JoinResponse(ack=ack).SerializeToString()])
+        self._outbox_changed = asyncio.Event()
+        self._closed = False
+        self._ending: Ending | None = None
+
+        self._heartbeat_s: float = ack.heartbeat_s
+        self._loop = asyncio.get_running_loop()
+        self._heard_at = self._loop.time()
+        self._silence_due = self._heard_at + MISSED_HEARTBEATS * self._heartbeat_s
+        self._silence_timer = self._loop.call_at(self._silence_due, self._check_silence)
+
+    @property
+    def ending(self) -> Ending | None:
+        """Why we ended the stream. None: we did not."""
+        return self._ending
+
+    def state(self) -> WorkerState:
+        """Return what is known of the worker now."""
+        phase = worker_pb2.WorkerPhase.Name(self._phase)
+        return WorkerState(
+            rank=self.rank,
+            boot_id=self.boot_id,
+            device=self._device,
+            dtype=self.model.dtype,
+            phase=phase.removeprefix("WORKER_PHASE_").lower(),
+        )
+
+    # What goes out.
+
+    def send_plan(self, plan: StepPlan, traceparent: str) -> SentPlan:
+        """Queue a plan of the current epoch. The worker must be ready."""
+        if self.epoch is None:
+            raise ValueError(f"worker of rank {self.rank} got a plan before it was ready")
+        message = encode_plan(plan, self.epoch, traceparent)
+        encoded_ns = time.monotonic_ns()
+        self._steps_in_flight.append(plan.step_id)
+        self._outbox.append(message)
+        self._outbox_changed.set()
+        return SentPlan(self.epoch.number, len(message), encoded_ns, time.monotonic_ns())
+
+    def send_stop(self) -> None:
+        """Ask the worker to finish what it has and exit."""
+        stop = worker_pb2.JoinResponse(stop=worker_pb2.StopWorker())
+        self._outbox.append(stop.SerializeToString())
+        self._outbox_changed.set()
+
+    async def next_outgoing(self) -> bytes | None:
+        """Return the next message for the worker, or None when the link has ended.
+
+        Waits as long as nothing is to be said; heartbeats bound that.
+        """
+        while not self._closed:
+            if self._outbox:
+                return self._outbox.popleft()
+            self._outbox_changed.clear()
+            await self._outbox_changed.wait()
+        return None
+
+    # What comes in.
+
+    def receive(self, raw: bytes) -> None:
+        """Take a message. One that does not fit ends the link with ABORTED."""
+        if self._closed:
+            return
+        received_ns = time.monotonic_ns()
+        self._heard_at = self._loop.time()
+        try:
+            self._take(decode_message(raw), len(raw), received_ns)
+        except MalformedMessageError as error:
+            self.fail(grpc.StatusCode.ABORTED, str(error))
+
+    def _take(self, message: worker_pb2.JoinRequest, num_bytes: int, received_ns: int) -> None:
+        match message.WhichOneof("message"):
+            case "result":
+                self._take_result(message.result, num_bytes, received_ns)
+            case "heartbeat":
+                if message.heartbeat.phase in worker_pb2.WorkerPhase.values():
+                    self._phase = message.heartbeat.phase
+            case "ready":
+                self._take_ready(message.ready)
+            case "failure":
+                kind = "for good" if message.failure.permanent else "for now"
+                self.fail(grpc.StatusCode.ABORTED, f"it failed {kind}: {message.failure.reason}")
+            case kind:
+                raise MalformedMessageError(f"a message of kind {kind} was not expected")
+
+    def _take_ready(self, ready: worker_pb2.WorkerReady) -> None:
+        if self._said_ready:
+            raise MalformedMessageError("ready came twice")
+        self._said_ready = True
+        self._phase = worker_pb2.WORKER_PHASE_IDLE
+        self._owner.worker_ready(self, ready)
+
+    def _take_result(
+        self, message: worker_pb2.StepResult, num_bytes: int, received_ns: int
+    ) -> None:
+        answer = decode_result(message, self.model.vocab_size)
+        if answer.epoch != self.epoch:
+            # It was under way when the connection before this one broke.
+            return
+        step_id = answer.result.step_id
+        expected = self._steps_in_flight.popleft() if self._steps_in_flight else None
+        if step_id != expected:
+            raise MalformedMessageError(f"result is of step {step_id}, expected {expected}")
+        decoded_ns = time.monotonic_ns()
+        self._owner.step_arrived(self, StepArrived(answer, num_bytes, received_ns, decoded_ns))
+
+    # Its end.
+
+    def fail(self, code: grpc.StatusCode, reason: str) -> None:
+        """End the stream with a status."""
+        if not self._closed:
+            self._ending = Ending(code, reason)
+            self.close(reason)
+
+    def close(self, reason: str) -> None:
+        """End the link: the worker is gone, or told why. The first reason is kept."""
+        if self._closed:
+            return
+        self._closed = True
+        self._silence_timer.cancel()
+        self._outbox.clear()
+        self._outbox_changed.set()
+        self._owner.worker_gone(self, reason)
+
+    def _check_silence(self) -> None:
+        limit = MISSED_HEARTBEATS * self._heartbeat_s
+        now = self._loop.time()
+        late, due = now - self._silence_due, self._heard_at + limit
+        if now >= due:
+            if late < self._heartbeat_s:
+                self.fail(grpc.StatusCode.ABORTED, f"no heartbeat for {now - self._heard_at:.1f} s")
+                return
+            # This loop slept as well: what the worker said may still lie in its socket.
+            due = now + self._heartbeat_s
+        self._silence_due = due
+        self._silence_timer = self._loop.call_at(due, self._check_silence)

@@ -1,0 +1,59 @@
+"""`scheduler` and `worker` become the program, with the model found and the rest passed on."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pagemill.cli.exit_status import CliError
+from pagemill.cli.single_program import prepared
+
+
+def test_the_model_is_found_and_the_rest_passed_on(tmp_path: Path) -> None:
+    model = tmp_path / "tiny.gguf"
+    model.write_bytes(b"GGUF")
+    command, environment = prepared("worker_svc", [str(model), "--join", "unix:/run/w", "--help"])
+    assert command[1:] == ("-m", "worker_svc", str(model), "--join", "unix:/run/w", "--help")
+    assert environment == {"PAGEMILL_SERVED_MODEL_NAME": "tiny"}
+
+
+@pytest.mark.parametrize("arguments", [[], ["--help"], ["--config", "x.yaml"]])
+def test_without_a_model_everything_is_passed_on(arguments: list[str]) -> None:
+    command, environment = prepared("scheduler_svc", arguments)
+    assert command == (sys.executable, "-m", "scheduler_svc", *arguments)
+    assert environment == {}
+
+
+def test_an_unknown_model_is_refused() -> None:
+    with pytest.raises(CliError, match="which is not there"):
+        prepared("worker_svc", ["/no/such/model"])
+
+
+@pytest.mark.parametrize("part", ["scheduler", "worker"])
+def test_help_is_the_programs_own(part: str) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-m", "pagemill.cli", part, "--help"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 0
+    assert f"python -m {part}_svc" in ended.stdout
+    assert "--log-level" in ended.stdout
+
+
+@pytest.mark.parametrize("part", ["scheduler", "worker"])
+def test_the_programs_exit_status_is_kept(part: str, tmp_path: Path) -> None:
+    model = tmp_path / "tiny.gguf"
+    model.write_bytes(b"GGUF")
+    ended = subprocess.run(
+        [sys.executable, "-m", "pagemill.cli", part, str(model), "--log-level", "loud"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert ended.returncode == 2
+    assert "log_level" in ended.stderr

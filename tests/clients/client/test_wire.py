@@ -1,0 +1,165 @@
+"""Each argument lands in its field, and one that cannot be sent is named."""
+
+from typing import Any, cast
+
+import pytest
+
+from pagemill.client import InvalidArgumentError, wire
+from pagemill.client.arguments import GenerateArguments
+from pagemill.client.events import Delta, Finished, FinishReason, Summary, TokenLogprob
+from pagemill.v1 import generation_pb2, inference_pb2
+
+VALUES: dict[str, Any] = {
+    "model": "demo",
+    "request_id": "r1",
+    "priority": -3,
+    "temperature": 0.0,
+    "top_k": -1,
+    "top_p": 0.5,
+    "min_p": 0.25,
+    "seed": 2**64 - 1,
+    "n": 2,
+    "presence_penalty": 0.5,
+    "frequency_penalty": -0.5,
+    "repetition_penalty": 1.5,
+    "logit_bias": {5: -100.0},
+    "allowed_token_ids": [1, 2],
+    "bad_words": ["no"],
+    "max_tokens": 8,
+    "min_tokens": 0,
+    "stop": ["\n", "END"],
+    "stop_token_ids": [0],
+    "ignore_eos": True,
+    "include_stop_string": True,
+    "omit_text": True,
+    "keep_special_tokens": True,
+    "logprobs": 0,
+    "prompt_logprobs": 3,
+    "echo": True,
+    "min_interval_s": 0.5,
+    "salt": "s",
+    "read_cache": False,
+}
+
+
+def request(**arguments: Any) -> inference_pb2.GenerateRequest:
+    return wire.generate_request(cast(GenerateArguments, arguments))
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_an_argument_lands_in_the_field_of_its_name(name: str) -> None:
+    message = request(prompt="Hi", **{name: VALUES[name]})
+    parts = (message, message.sampling, message.stopping, message.output, message.cache)
+    found = [
+        (field.name, value)
+        for part in parts
+        for field, value in part.ListFields()
+        if field.message_type is None or field.name == "logit_bias"
+    ]
+    (value,) = [value for field, value in found if field == name]
+    if isinstance(VALUES[name], list | dict):
+        value = type(VALUES[name])(value)
+    assert value == VALUES[name]
+
+
+def test_the_table_above_knows_every_argument() -> None:
+    prompts = {"prompt", "messages", "tools", "template_arguments", "continue_last_message"}
+    assert set(GenerateArguments.__annotations__) == set(VALUES) | prompts
+
+
+def test_what_is_not_said_is_not_sent() -> None:
+    message = request(prompt="Hi", temperature=None, max_tokens=None)
+    assert [field.name for field, _ in message.ListFields()] == ["text"]
+
+
+def test_a_prompt_is_text_or_ids() -> None:
+    assert request(prompt="").WhichOneof("prompt") == "text"
+    assert list(request(prompt=range(3)).token_ids.ids) == [0, 1, 2]
+
+
+def test_a_conversation_keeps_what_only_the_template_knows() -> None:
+    message = request(
+        messages=[
+            {"role": "user", "content": "Hi"},
+            {"role": "assistant", "content": None, "tool_calls": [{"id": "é"}]},
+        ],
+        tools=[{"type": "function"}],
+        template_arguments={"thinking": True},
+        continue_last_message=True,
+    ).chat
+    assert [(turn.role, turn.content) for turn in message.messages] == [
+        ("user", "Hi"),
+        ("assistant", ""),
+    ]
+    assert message.messages[1].extra_json == '{"tool_calls": [{"id": "é"}]}'
+    assert list(message.tools_json) == ['{"type": "function"}']
+    assert message.template_arguments_json == '{"thinking": true}'
+    assert message.continue_last_message
+
+
+def test_one_stop_string_may_stand_alone() -> None:
+    assert list(request(prompt="Hi", stop="END").stopping.stop) == ["END"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field"),
+    [
+        ({}, "prompt"),
+        ({"prompt": "a", "messages": []}, "prompt"),
+        ({"prompt": "a", "max_tokens": -1}, "max_tokens"),
+        ({"prompt": "a", "max_tokens": 2**32}, "max_tokens"),
+        ({"prompt": "a", "temperature": "hot"}, "temperature"),
+        ({"prompt": "a", "seed": -1}, "seed"),
+        ({"prompt": "a", "stop": [b"\xff"]}, "stop"),
+        ({"prompt": "\ud800"}, "prompt"),
+        ({"prompt": [1, 2**31]}, "prompt"),
+        ({"prompt": [1, "x"]}, "prompt"),
+        ({"prompt": 5}, "prompt"),
+        ({"messages": ["Hi"]}, "messages"),
+        ({"messages": [{"content": "Hi"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": [1]}]}, "messages"),
+        ({"messages": [{"role": "user", "name": object()}]}, "messages"),
+    ],
+)
+def test_what_cannot_be_sent_is_named(arguments: dict[str, Any], field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=field) as caught:
+        request(**arguments)
+    assert caught.value.field == field
+
+
+def test_a_prompt_is_not_repeated_in_an_error() -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        request(prompt="secret \ud800")
+    assert "secret" not in str(caught.value)
+
+
+def test_an_unknown_argument_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="max_token"):
+        request(prompt="Hi", max_token=3)
+
+
+def test_log_probabilities_and_stop_matches_arrive() -> None:
+    entry = inference_pb2.TokenLogprob(token_id=5, logprob=-0.5, rank=2, text=b"\xff")
+    position = inference_pb2.PositionLogprobs(entries=[entry])
+    message = inference_pb2.GenerateResponse(
+        deltas=[inference_pb2.Delta(token_ids=[5], logprobs=[position])],
+        finished=[
+            inference_pb2.Finished(
+                reason=generation_pb2.FINISH_REASON_STOP,
+                stop_token_id=0,
+                cumulative_logprob=0.0,
+            ),
+            inference_pb2.Finished(
+                sequence_index=1, reason=generation_pb2.FINISH_REASON_ERROR, error="NaN"
+            ),
+        ],
+        summary=inference_pb2.Summary(prompt_logprobs=[inference_pb2.PositionLogprobs(), position]),
+    )
+    expected = (TokenLogprob(5, -0.5, 2, b"\xff"),)
+    drawn, stopped, failed, summary = wire.events(message)
+    assert isinstance(drawn, Delta)
+    assert drawn.logprobs == (expected,)
+    assert stopped == Finished(0, FinishReason.STOP, 0, 0.0, "")
+    assert failed == Finished(1, FinishReason.ERROR, None, None, "NaN")
+    assert isinstance(summary, Summary)
+    assert summary.prompt_logprobs == ((), expected)

@@ -1,0 +1,204 @@
+"""An engine that answers each request from a script, for tests of the front end."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+
+from scheduler_svc.core.errors import DuplicateRequestError, RequestError, UnavailableError
+from scheduler_svc.core.request import FinishReason
+from scheduler_svc.service.engine_door import (
+    Accepted,
+    Account,
+    Finish,
+    GroupState,
+    Load,
+    ServerState,
+    Submission,
+    TokenBatch,
+    Totals,
+    WorkerState,
+)
+from scheduler_svc.service.step_record import StepTimes
+
+Script = Callable[[Submission], Iterable[int]]
+
+
+def successors(submission: Submission) -> Iterable[int]:
+    """Answer with the ids that follow the prompt's last one, within lower-case letters."""
+    token = submission.token_ids[-1]
+    while True:
+        token = ord("a") + (token + 1 - ord("a")) % 26
+        yield token
+
+
+class FakeStream:
+    """One request's scripted tokens, `batch_size` to a batch."""
+
+    def __init__(self, door: "FakeDoor", submission: Submission) -> None:
+        self._door = door
+        self._submission = submission
+        self._token_ids = iter(door.script(submission))
+        self._num_output_tokens = 0
+        self._finish: Finish | None = None
+        self._first_ns: int | None = None
+        self.aborted = asyncio.Event()
+        limit = submission.max_output_tokens or door.max_model_len - len(submission.token_ids)
+        self.accepted = Accepted(
+            submission.request_id, len(submission.token_ids), limit, submission.sampling.seed
+        )
+
+    def __aiter__(self) -> AsyncIterator[TokenBatch]:
+        return self._batches()
+
+    async def _batches(self) -> AsyncIterator[TokenBatch]:
+        step_id = -1
+        while True:
+            step_id += 1
+            batch: list[int] = []
+            if self._finish is None:
+                await self._door.between_batches(self)
+                if self._door.error is not None:
+                    raise self._door.error
+                if self.aborted.is_set():
+                    self._finish = self._end(FinishReason.ABORT)
+                else:
+                    batch = self._next_batch()
+            # The reader may call `finish` while it has the batch.
+            is_last = self._finish is not None
+            yield TokenBatch(tuple(batch), step_id, self._finish)
+            if is_last:
+                return
+
+    def _next_batch(self) -> list[int]:
+        submission, batch = self._submission, []
+        for token in self._token_ids:
+            self._first_ns = self._first_ns or time.monotonic_ns()
+            batch.append(token)
+            self._num_output_tokens += 1
+            if token in submission.eos_token_ids:
+                self._finish = self._end(FinishReason.STOP)
+            elif token in submission.stop_token_ids:
+                self._finish = self._end(FinishReason.STOP, token)
+            elif self._num_output_tokens == self.accepted.max_output_tokens:
+                self._finish = self._end(FinishReason.LENGTH)
+            if self._finish or len(batch) == self._door.batch_size:
+                return batch
+        self._finish = self._end(FinishReason.ERROR, error="the script is over")
+        return batch
+
+    def _end(self, reason: FinishReason, stop: int | None = None, error: str = "") -> Finish:
+        return Finish(reason, stop, error, self.account(finished=True))
+
+    def finish(self, num_output_tokens: int) -> None:
+        """End the output after so many tokens."""
+        if self._finish is None:
+            self._num_output_tokens = num_output_tokens
+            self._finish = self._end(FinishReason.STOP)
+
+    def account(self, *, finished: bool = False) -> Account:
+        """Say what the request cost."""
+        if self._finish is not None:
+            return self._finish.account
+        submission = self._submission
+        started = self._first_ns is not None
+        return Account(
+            num_prompt_tokens=len(submission.token_ids),
+            num_output_tokens=self._num_output_tokens,
+            num_cached_tokens=self._door.num_cached_tokens,
+            num_recomputed_tokens=0,
+            num_preemptions=len(self._door.preemption_times_ns),
+            arrival_ns=submission.arrival_ns,
+            first_scheduled_ns=submission.arrival_ns + 1000 if started else None,
+            first_token_ns=self._first_ns,
+            finished_ns=time.monotonic_ns() if finished else None,
+            first_step_id=0 if started else None,
+            last_step_id=self._num_output_tokens if started else None,
+            preemption_times_ns=tuple(self._door.preemption_times_ns),
+        )
+
+
+class FakeDoor:
+    """An `EngineDoor`. Tests set its attributes, and read what it saw."""
+
+    def __init__(self, max_model_len: int) -> None:
+        self.max_model_len = max_model_len
+        self.script: Script = successors
+        self.batch_size = 1
+        self.step_s = 0.0
+        self.error: RequestError | None = None
+        self.refuse: RequestError | None = None
+        self.num_cached_tokens = 0
+        self.preemption_times_ns: list[int] = []
+        self.submissions: list[Submission] = []
+        self.num_left = 0
+        self.live: dict[str, FakeStream] = {}
+        self.num_steps = 0
+        self.draining = False
+        self.recent: StepTimes | None = None
+        self._empty = asyncio.Event()
+
+    async def between_batches(self, stream: FakeStream) -> None:
+        """Let a step's time pass, or less if the stream is aborted."""
+        self.num_steps += 1
+        if not self.step_s:
+            await asyncio.sleep(0)
+            return
+        try:
+            async with asyncio.timeout(self.step_s):
+                await stream.aborted.wait()
+        except TimeoutError:
+            pass
+
+    @asynccontextmanager
+    async def open(self, submission: Submission) -> AsyncIterator[FakeStream]:
+        """Take a request."""
+        self.submissions.append(submission)
+        if self.draining:
+            raise UnavailableError("the server drains")
+        if self.refuse is not None:
+            raise self.refuse
+        if submission.request_id in self.live:
+            raise DuplicateRequestError(f"{submission.request_id!r} is live")
+        stream = FakeStream(self, submission)
+        self.live[submission.request_id] = stream
+        self._empty.clear()
+        try:
+            yield stream
+        finally:
+            del self.live[submission.request_id]
+            self.num_left += 1
+            if not self.live:
+                self._empty.set()
+
+    def abort(self, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
+        """End requests."""
+        wanted = list(self.live) if request_ids is None else list(request_ids)
+        aborted = [id_ for id_ in wanted if id_ in self.live]
+        for id_ in aborted:
+            self.live[id_].aborted.set()
+        return aborted, [id_ for id_ in wanted if id_ not in self.live]
+
+    def load(self) -> Load:
+        """Say how many are live; the pool is made up."""
+        totals = Totals(self.num_steps, 11, 22, 33, 12, 4, 5)
+        return Load(len(self.live), 1, 3, 2, 5, 10, 7, totals, self.recent)
+
+    def server_state(self) -> ServerState:
+        """Describe a group with one worker."""
+        worker = WorkerState(0, 77, "cpu", "float32", "idle")
+        return ServerState(42, self.draining, (GroupState(0, True, 3, 10, (worker,), "f1"),))
+
+    def flush_cache(self) -> int:
+        """Forget two blocks."""
+        return 2
+
+    async def drain(self) -> None:
+        """Refuse new requests and wait for the live ones."""
+        self.draining = True
+        if self.live:
+            await self._empty.wait()
+
+    def resume(self) -> None:
+        """Take requests again."""
+        self.draining = False

@@ -1,0 +1,398 @@
+"""Each request gets the tokens it would get alone, or one clear end; and nothing stays behind."""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+
+import pytest
+
+from engine_door_use import ask, read, submission, until
+from fake_group import FakeGroup, no_tokens
+from fake_worker import generate_alone
+from scheduler_svc.core.errors import (
+    DeadlineError,
+    DuplicateRequestError,
+    InvariantError,
+    QueueFullError,
+    SlowReaderError,
+    UnavailableError,
+)
+from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.service import token_stream
+from scheduler_svc.service.engine import Engine
+from scheduler_svc.service.engine_door import EngineDoor
+from scheduler_svc.service.group_events import Mailbox
+from scheduler_svc.service.step_record import StepRecord
+
+BLOCK_SIZE = 4
+NUM_BLOCKS = 64
+
+
+class Bench:
+    """An engine over a fake group. It observes the steps, and traces every other one."""
+
+    def __init__(
+        self, *, depth: int = 2, max_waiting: int = 64, worker_wait_s: float = 30.0
+    ) -> None:
+        limits = Limits(
+            block_size=BLOCK_SIZE,
+            max_num_seqs=4,
+            max_num_batched_tokens=16,
+            max_model_len=128,
+            max_waiting_requests=max_waiting,
+            pipeline_depth=depth,
+        )
+        self.records: list[StepRecord] = []
+        self.scheduler = Scheduler(limits)
+        mailbox = Mailbox()
+        self.group = FakeGroup(mailbox, BLOCK_SIZE)
+        self.engine = Engine(
+            self.scheduler,
+            self.group,
+            mailbox,
+            incarnation=5,
+            worker_wait_s=worker_wait_s,
+            tracer=self,
+        )
+        self.door: EngineDoor = self.engine
+
+    def traceparent(self, step_id: int) -> str:
+        return f"trace-{step_id}" if step_id % 2 else ""
+
+    def step(self, record: StepRecord) -> None:
+        self.records.append(record)
+
+    def holds_nothing(self) -> bool:
+        pool = self.scheduler.pool
+        return not self.scheduler.has_work and (pool is None or pool.num_used == 0)
+
+
+@asynccontextmanager
+async def running(bench: Bench, *, join: bool = True) -> AsyncIterator[Bench]:
+    if join:
+        bench.group.join(NUM_BLOCKS)
+    loop = asyncio.create_task(bench.engine.run())
+    try:
+        yield bench
+    finally:
+        loop.cancel()
+        with suppress(asyncio.CancelledError):
+            await loop
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+async def test_together_requests_get_the_tokens_they_get_alone(depth: int) -> None:
+    prompts = [[i % 3, *range(i), i % 2] for i in range(12)]
+    async with running(Bench(depth=depth)) as bench:
+        answers = await asyncio.gather(
+            *(ask(bench.door, f"r{i}", prompt, 5 + i) for i, prompt in enumerate(prompts))
+        )
+        assert bench.holds_nothing()
+    assert answers == [generate_alone(p, 5 + i, frozenset()) for i, p in enumerate(prompts)]
+
+
+async def test_leaving_the_block_frees_everything_at_once() -> None:
+    async with running(Bench()) as bench:
+        async with bench.door.open(submission("r", [1, 2, 3], 100)) as stream:
+            await anext(aiter(stream))
+            assert not bench.holds_nothing()
+        assert bench.holds_nothing()
+
+
+async def test_a_cancelled_reader_frees_everything() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        reader = asyncio.create_task(ask(bench.door, "r", [1, 2, 3], 100))
+        await until(lambda: bench.scheduler.num_running == 1)
+        reader.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await reader
+        assert bench.holds_nothing()
+
+
+async def test_a_passed_deadline_ends_the_request_and_keeps_what_it_had() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        deadline_ns = time.monotonic_ns() + 50_000_000
+        async with bench.door.open(submission("r", [1], deadline_ns=deadline_ns)) as stream:
+            await until(lambda: bool(bench.group.plans))
+            bench.group.answer()
+            batch = await anext(aiter(stream))
+            assert batch.token_ids == tuple(generate_alone([1], 1, frozenset()))
+            with pytest.raises(DeadlineError):
+                await read(stream)
+            assert bench.holds_nothing()
+        assert time.monotonic_ns() >= deadline_ns
+
+
+async def test_a_deadline_in_the_past_never_reaches_the_scheduler() -> None:
+    async with running(Bench()) as bench:
+        with pytest.raises(DeadlineError):
+            async with bench.door.open(submission("r", [1], deadline_ns=time.monotonic_ns())):
+                pytest.fail("it was let in")
+        assert bench.scheduler.counters.prompt_tokens == 0
+
+
+async def test_abort_ends_the_named_streams_and_names_the_unknown() -> None:
+    async with (
+        running(Bench()) as bench,
+        bench.door.open(submission("one", [1], 100)) as one,
+        bench.door.open(submission("two", [2], 3)) as two,
+    ):
+        assert bench.door.abort(["one", "nobody", "one"]) == (["one"], ["nobody"])
+        _, finish = await read(one)
+        assert finish.reason is FinishReason.ABORT
+        assert bench.door.abort(["one"]) == ([], ["one"])
+        tokens, _ = await read(two)
+        assert tokens == generate_alone([2], 3, frozenset())
+        assert bench.door.abort(None) == ([], [])
+
+
+async def test_a_reader_gets_in_one_batch_what_piled_up() -> None:
+    async with running(Bench()) as bench, bench.door.open(submission("r", [1], 9)) as stream:
+        await until(lambda: not bench.scheduler.has_work)
+        batches = [batch async for batch in stream]
+    assert [len(batch.token_ids) for batch in batches] == [9]
+    assert batches[0].finish is not None
+
+
+async def test_a_slow_reader_loses_its_request_and_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_stream, "MAX_PILED_TOKENS", 20)
+    slow = submission("slow", [1], 100)
+    async with running(Bench()) as bench, bench.door.open(slow) as stream:
+        await until(lambda: not bench.scheduler.has_work)
+        assert await ask(bench.door, "fast", [2], 30) == generate_alone([2], 30, frozenset())
+        with pytest.raises(SlowReaderError):
+            await read(stream)
+        assert bench.holds_nothing()
+
+
+async def test_a_stop_string_cuts_the_output() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        async with bench.door.open(submission("r", [1], 100)) as stream:
+            for _ in range(4):
+                await until(lambda: bool(bench.group.plans))
+                bench.group.answer()
+            await until(lambda: len(bench.records) == 4)
+            stream.finish(2)
+            assert bench.holds_nothing()
+            tokens, finish = await read(stream)
+    assert (tokens, finish.reason, finish.account.num_output_tokens) == ([], FinishReason.STOP, 2)
+    assert stream.account() == finish.account
+
+
+async def test_a_stop_string_wins_over_an_end_that_nobody_has_read() -> None:
+    async with running(Bench()) as bench, bench.door.open(submission("r", [1], 4)) as stream:
+        await until(lambda: not bench.scheduler.has_work)
+        stream.finish(3)
+        _, finish = await read(stream)
+        assert (finish.reason, finish.account.num_output_tokens) == (FinishReason.STOP, 3)
+        stream.finish(1)
+        assert stream.account().num_output_tokens == 3
+
+
+async def test_without_a_worker_requests_wait_and_then_are_unavailable() -> None:
+    async with running(Bench(worker_wait_s=0.05), join=False) as bench:
+        with pytest.raises(UnavailableError, match=r"0\.05 s"):
+            async with bench.door.open(submission("waits", [1])) as stream:
+                await read(stream)
+        with pytest.raises(UnavailableError):
+            async with bench.door.open(submission("refused", [1])):
+                pytest.fail("it was let in")
+        bench.group.join(NUM_BLOCKS)
+        await until(lambda: bool(bench.engine.serving))
+        assert await ask(bench.door, "served", [1], 3) == generate_alone([1], 3, frozenset())
+
+
+async def test_the_wait_for_a_worker_begins_when_the_last_one_was_lost() -> None:
+    async with running(Bench(worker_wait_s=0.2)) as bench:
+        bench.group.eager = False
+        async with bench.door.open(submission("r", [1])) as stream:
+            await until(lambda: bool(bench.group.plans))
+            await asyncio.sleep(0.1)
+            lost_ns = time.monotonic_ns()
+            bench.group.leave()
+            with pytest.raises(UnavailableError):
+                await read(stream)
+        assert time.monotonic_ns() - lost_ns > 190_000_000
+
+
+async def test_a_request_queued_before_the_worker_came_is_served() -> None:
+    async with running(Bench(), join=False) as bench:
+        asking = asyncio.create_task(ask(bench.door, "r", [1, 2], 6))
+        await until(lambda: bench.scheduler.num_waiting == 1)
+        assert not bench.engine.serving
+        bench.group.join(NUM_BLOCKS)
+        assert await asking == generate_alone([1, 2], 6, frozenset())
+
+
+@pytest.mark.parametrize("kept_cache", [True, False])
+async def test_a_lost_worker_costs_no_token_and_repeats_none(*, kept_cache: bool) -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        asking = asyncio.create_task(ask(bench.door, "r", [0, 1, 2, 0, 1], 12))
+        for _ in range(5):
+            await until(lambda: len(bench.group.plans) == 2)
+            bench.group.answer()
+        await until(lambda: len(bench.group.plans) == 2)
+        bench.group.leave()
+        await until(lambda: not bench.engine.serving)
+        bench.group.eager = True
+        bench.group.join(NUM_BLOCKS, kept_cache=kept_cache)
+        assert await asking == generate_alone([0, 1, 2, 0, 1], 12, frozenset())
+    again = [record.step_id for record in bench.records if record.epoch_number == 2]
+    assert again == list(range(len(again)))
+    assert len(bench.records) == 5 + len(again)
+
+
+async def test_a_smaller_pool_ends_only_what_no_longer_fits() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        async with bench.door.open(submission("large", [1] * 20, 60)) as large:
+            small = asyncio.create_task(ask(bench.door, "small", [2], 5))
+            await until(lambda: bench.scheduler.num_waiting == 1)
+            bench.group.leave()
+            bench.group.eager = True
+            bench.group.join(4)
+            _, finish = await read(large)
+            assert finish.reason is FinishReason.ERROR
+            assert "the whole pool has 16" in finish.error
+            assert await small == generate_alone([2], 5, frozenset())
+
+
+async def test_a_result_that_fits_no_plan_costs_the_worker_its_connection() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        asking = asyncio.create_task(ask(bench.door, "r", [1], 4))
+        await until(lambda: bool(bench.group.plans))
+        bench.group.give(no_tokens(step_id=0))
+        await until(lambda: bool(bench.group.rejected))
+        assert bench.group.rejected == ["step 0 gave 0 tokens, expected 1"]
+        bench.group.eager = True
+        bench.group.join(NUM_BLOCKS)
+        assert await asking == generate_alone([1], 4, frozenset())
+
+
+async def test_draining_refuses_new_requests_and_waits_for_the_old() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        asking = asyncio.create_task(ask(bench.door, "old", [1], 6))
+        await until(lambda: bool(bench.group.plans))
+        draining = asyncio.create_task(bench.door.drain())
+        await until(lambda: not bench.engine.serving)
+        assert bench.door.server_state().draining
+        with pytest.raises(UnavailableError, match="drains"):
+            async with bench.door.open(submission("new", [1])):
+                pytest.fail("it was let in")
+        assert not draining.done()
+        bench.group.eager = True
+        bench.group.answer()
+        bench.group.answer()
+        assert await asking == generate_alone([1], 6, frozenset())
+        await draining
+        bench.door.resume()
+        assert bench.engine.serving
+        assert await ask(bench.door, "new", [1], 2) == generate_alone([1], 2, frozenset())
+
+
+async def test_at_the_end_of_a_drain_the_rest_keep_what_they_had() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        async with bench.door.open(submission("r", [1], 50)) as stream:
+            await until(lambda: bool(bench.group.plans))
+            bench.group.answer()
+            await until(lambda: bool(bench.records))
+            bench.engine.fail_all(UnavailableError("the server stops"))
+            assert bench.holds_nothing()
+            batch = await anext(aiter(stream))
+            assert batch.token_ids == tuple(generate_alone([1], 1, frozenset()))
+            with pytest.raises(UnavailableError, match="stops"):
+                await read(stream)
+
+
+async def test_an_id_in_use_and_a_full_queue_are_refused() -> None:
+    async with running(Bench(max_waiting=1), join=False) as bench:
+        async with bench.door.open(submission("r", [1])):
+            for request_id, error in (("r", DuplicateRequestError), ("s", QueueFullError)):
+                with pytest.raises(error):
+                    async with bench.door.open(submission(request_id, [1])):
+                        pytest.fail("it was let in")
+        async with bench.door.open(submission("r", [1])):
+            assert bench.scheduler.num_waiting == 1
+
+
+async def test_an_open_bound_becomes_what_length_and_pool_allow() -> None:
+    async with running(Bench()) as bench:
+        await until(lambda: bool(bench.engine.serving))
+        async with bench.door.open(submission("r", [1] * 28, None)) as stream:
+            assert stream.accepted.max_output_tokens == 100
+            assert stream.accepted.num_prompt_tokens == 28
+            assert stream.accepted.seed == 7
+
+
+async def test_a_record_tells_a_step_in_order_of_time() -> None:
+    async with running(Bench()) as bench:
+        await ask(bench.door, "r", [1, 2, 3], 4)
+        load = bench.door.load()
+    first = bench.records[0]
+    assert (first.step_id, first.epoch_number) == (0, 1)
+    assert (first.num_rows, first.num_tokens, first.num_sampled) == (1, 3, 1)
+    assert first.request_ids == ("r",)
+    assert (first.wait_ns, first.execute_ns, first.codec_ns) == (1, 10, 5)
+    stamps = [
+        first.schedule_begin_ns,
+        first.schedule_end_ns,
+        first.encoded_ns,
+        first.sent_ns,
+        first.result_received_ns,
+        first.decoded_ns,
+        first.applied_ns,
+        first.emitted_ns,
+    ]
+    assert stamps == sorted(stamps)
+    assert load.totals.steps == len(bench.records) == 4
+    assert load.totals.generation_tokens == 4
+    assert load.recent is not None
+    assert load.recent.steps == 4
+    assert (load.total_blocks, load.used_blocks) == (NUM_BLOCKS, 0)
+    assert load.idle_cached_blocks + load.free_blocks == NUM_BLOCKS
+
+
+async def test_a_chosen_step_carries_its_trace_to_the_worker_and_to_the_record() -> None:
+    async with running(Bench()) as bench:
+        await ask(bench.door, "r", [1], 4)
+    assert bench.group.traceparents[:4] == ["", "trace-1", "", "trace-3"]
+    assert [record.traceparent for record in bench.records[:2]] == ["", "trace-1"]
+
+
+async def test_a_last_token_that_is_one_too_many_is_no_orderly_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(token_stream, "MAX_PILED_TOKENS", 7)
+    async with running(Bench()) as bench, bench.door.open(submission("slow", [1], 8)) as stream:
+        await until(lambda: not bench.scheduler.has_work)
+        with pytest.raises(SlowReaderError):
+            await read(stream)
+
+
+async def test_a_contradiction_met_at_the_door_ends_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def contradict(_request: Request, _now_ns: int) -> None:
+        raise InvariantError("planted")
+
+    bench = Bench()
+    loop = asyncio.create_task(bench.engine.run())
+    monkeypatch.setattr(bench.scheduler, "add", contradict)
+    with pytest.raises(InvariantError):
+        async with bench.door.open(submission("r", [1])):
+            pytest.fail("it was let in")
+    async with asyncio.timeout(10):
+        with pytest.raises(InvariantError):
+            await loop

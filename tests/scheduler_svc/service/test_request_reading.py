@@ -1,0 +1,328 @@
+"""What a request says is taken over exactly, and what it may not say is refused by name."""
+
+import math
+from array import array
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from front_end_loopback import EOS, MAX_MODEL_LEN, VOCAB_SIZE, facts, front_end
+from pagemill.v1.generation_pb2 import (
+    BeamSearch,
+    EmbeddingSpan,
+    Guide,
+    Sampling,
+    Stopping,
+    TokenIds,
+)
+from pagemill.v1.inference_pb2 import (
+    CacheOptions,
+    Chat,
+    ChatMessage,
+    GenerateRequest,
+    OutputOptions,
+)
+from scheduler_svc.core.errors import InvalidRequestError, NotServedError, UnknownModelError
+from scheduler_svc.errors import ConfigError
+from scheduler_svc.service.engine_door import Submission
+from scheduler_svc.service.front_end import FrontEnd
+from scheduler_svc.service.request_reading import read_request
+from scheduler_svc.service.text.model_facts import SamplingDefaults
+
+PROMPT = TokenIds(ids=[104, 105])
+NAN, INFINITY = math.nan, math.inf
+
+
+FRONT = front_end()
+
+
+async def read(request: GenerateRequest, front: FrontEnd = FRONT) -> Submission:
+    return await read_request(request, front, arrival_ns=1, deadline_ns=None, traceparent="")
+
+
+def asking(**fields: object) -> GenerateRequest:
+    """Return a request with a good prompt, if `fields` bring no other."""
+    prompts = {"text", "token_ids", "chat"}
+    prompt = {} if prompts & fields.keys() else {"token_ids": PROMPT}
+    return GenerateRequest(**prompt, **fields)  # type: ignore[arg-type]  # the fields are the test's
+
+
+def with_sampling(**fields: object) -> GenerateRequest:
+    return asking(sampling=Sampling(**fields))  # type: ignore[arg-type]  # the fields are the test's
+
+
+def with_stopping(**fields: object) -> GenerateRequest:
+    return asking(stopping=Stopping(**fields))  # type: ignore[arg-type]  # the fields are the test's
+
+
+def with_output(**fields: object) -> GenerateRequest:
+    return asking(output=OutputOptions(**fields))  # type: ignore[arg-type]  # the fields are the test's
+
+
+def with_chat(*messages: ChatMessage, **fields: object) -> GenerateRequest:
+    return asking(chat=Chat(messages=messages, **fields))  # type: ignore[arg-type]  # the fields are the test's
+
+
+USER = ChatMessage(role="user", content="hi")
+
+# Each with the field that the refusal names, and words of its sentence.
+INVALID = [
+    (GenerateRequest(), "prompt", "missing"),
+    (asking(token_ids=TokenIds()), "token_ids", "at least 1 token"),
+    (asking(text=""), "text", "at least 1 token"),
+    (with_chat(), "chat", "at least 1"),
+    (asking(token_ids=TokenIds(ids=[-1])), "token_ids", "the id -1, must be in [0, 271]"),
+    (asking(token_ids=TokenIds(ids=[VOCAB_SIZE])), "token_ids", "the id 272"),
+    (asking(token_ids=TokenIds(ids=[2**31 - 1])), "token_ids", "the id 2147483647"),
+    (
+        asking(token_ids=TokenIds(ids=[1] * 64)),
+        "token_ids",
+        "has 64 tokens, must have fewer than 64",
+    ),
+    (asking(text="x" * 64), "text", "has 64 tokens, must have fewer than 64"),
+    (asking(text="x" * 1000), "text", "tokens, must have fewer than 64"),
+    (asking(text="x" * 10_000_000), "text", "at least"),
+    (with_chat(ChatMessage(role="user", content="x" * 64)), "chat", "must have fewer than 64"),
+    (with_chat(ChatMessage(role="user", content="x" * 10_000_000)), "chat", "at least"),
+    (with_chat(ChatMessage(content="hi")), "chat.messages[0].role", "''"),
+    (with_chat(USER, ChatMessage(role="im_end")), "chat.messages[1].role", "'im_end'"),
+    (with_chat(ChatMessage(role="a|>b")), "chat.messages[0].role", "'a|>b'"),
+    (
+        with_chat(ChatMessage(role="user", extra_json="[1]")),
+        "chat.messages[0].extra_json",
+        "object",
+    ),
+    (
+        with_chat(ChatMessage(role="user", extra_json="{")),
+        "chat.messages[0].extra_json",
+        "not JSON",
+    ),
+    (with_chat(USER, tools_json=["{}", "3"]), "chat.tools_json[1]", "object"),
+    (with_chat(USER, template_arguments_json="x"), "chat.template_arguments_json", "not JSON"),
+    (asking(request_id="a\nb"), "request_id", r"'a\nb', must be printable"),
+    (asking(request_id="x" * 257), "request_id", "has 257 bytes, must have at most 256"),
+    (asking(request_id="ä" * 129), "request_id", "has 258 bytes"),
+    (asking(request_id="x" * 65_536), "request_id", "has 65536 bytes"),
+    (asking(cache=CacheOptions(salt="x" * 257)), "cache.salt", "has 257 bytes"),
+    (with_sampling(temperature=-1), "sampling.temperature", "is -1.0, must be in [0, 2]"),
+    (with_sampling(temperature=NAN), "sampling.temperature", "nan"),
+    (with_sampling(temperature=INFINITY), "sampling.temperature", "inf"),
+    (with_sampling(top_p=0), "sampling.top_p", "is 0.0, must be in (0, 1]"),
+    (with_sampling(top_p=1.5), "sampling.top_p", "1.5"),
+    (with_sampling(top_p=NAN), "sampling.top_p", "nan"),
+    (with_sampling(top_k=-5), "sampling.top_k", "is -5, must be in [-1, ∞)"),
+    (with_sampling(min_p=2), "sampling.min_p", "2.0"),
+    (with_sampling(n=10**9), "sampling.n", "1000000000"),
+    (with_sampling(presence_penalty=3), "sampling.presence_penalty", "3.0"),
+    (with_sampling(frequency_penalty=-3), "sampling.frequency_penalty", "-3.0"),
+    (with_sampling(repetition_penalty=0), "sampling.repetition_penalty", "must be in (0, ∞)"),
+    (with_sampling(repetition_penalty=INFINITY), "sampling.repetition_penalty", "inf"),
+    (with_sampling(logit_bias={272: 1}), "sampling.logit_bias", "the id 272"),
+    (with_sampling(logit_bias={-1: 1}), "sampling.logit_bias", "the id -1"),
+    (with_sampling(logit_bias={5: NAN}), "sampling.logit_bias[5]", "nan"),
+    (with_sampling(logit_bias={5: INFINITY}), "sampling.logit_bias[5]", "inf"),
+    (with_sampling(logit_bias=dict.fromkeys(range(2000), 1.0)), "sampling.logit_bias", "2000"),
+    (with_sampling(allowed_token_ids=[1] * 273), "sampling.allowed_token_ids", "has 273 ids"),
+    (with_sampling(allowed_token_ids=[300]), "sampling.allowed_token_ids", "the id 300"),
+    (with_sampling(bad_words=["a", ""]), "sampling.bad_words", "[1] is empty"),
+    (with_stopping(max_tokens=0), "stopping.max_tokens", "is 0, must be in [1, ∞)"),
+    (with_stopping(max_tokens=63), "stopping.max_tokens", "is 63, must be at most 62"),
+    (with_stopping(max_tokens=2**32 - 1), "stopping.max_tokens", "must be at most 62"),
+    (with_stopping(max_tokens=2, min_tokens=3), "stopping.min_tokens", "is 3, must be in [0, 2]"),
+    (with_stopping(stop=["x", ""]), "stopping.stop", "[1] is empty"),
+    (with_stopping(stop=["x"] * 65), "stopping.stop", "has 65 entries, must have at most 64"),
+    (with_stopping(stop=["x"] * 100_000), "stopping.stop", "100000"),
+    (with_stopping(stop=["x" * 4097]), "stopping.stop", "has 4097 bytes, must have at most 4096"),
+    (with_stopping(stop=["x" * 10_000_000]), "stopping.stop", "10000000"),
+    (with_stopping(stop_token_ids=[1] * 65), "stopping.stop_token_ids", "has 65 ids"),
+    (
+        with_stopping(stop_token_ids=[999_999], min_tokens=1),
+        "stopping.stop_token_ids",
+        "the id 999999",
+    ),
+    (with_output(logprobs=300), "output.logprobs", "is 300, must be in [0, 20]"),
+    (with_output(prompt_logprobs=10**6), "output.prompt_logprobs", "1000000"),
+    (with_output(min_interval_s=-1), "output.min_interval_s", "-1"),
+    (with_output(min_interval_s=NAN), "output.min_interval_s", "nan"),
+    (with_output(min_interval_s=61), "output.min_interval_s", "must be in [0, 60]"),
+    (asking(beam=BeamSearch(width=1)), "beam.width", "is 1, must be in [2, 128]"),
+    (asking(beam=BeamSearch(width=10**6)), "beam.width", "1000000"),
+    (asking(beam=BeamSearch(width=2, num_returned=3)), "beam.num_returned", "is 3"),
+    (asking(beam=BeamSearch(width=2, length_penalty=NAN)), "beam.length_penalty", "(-∞, ∞)"),
+]
+
+
+@pytest.mark.parametrize(("request_", "field", "words"), INVALID)
+async def test_a_bad_value_is_refused_with_its_field_and_bound(
+    request_: GenerateRequest, field: str, words: str
+) -> None:
+    with pytest.raises(InvalidRequestError) as refused:
+        await read(request_)
+    assert refused.value.field == field
+    assert words in str(refused.value)
+    assert len(str(refused.value)) < 600
+
+
+NOT_SERVED = [
+    (asking(tenant="other"), "tenant"),
+    (asking(adapter="lora"), "adapter"),
+    (asking(beam=BeamSearch(width=2)), "beam"),
+    (asking(guide=Guide(regex="a+")), "guide"),
+    (GenerateRequest(token_ids=PROMPT, embeddings=[EmbeddingSpan(content_id="x")]), "embeddings"),
+    (with_sampling(n=2), "sampling.n"),
+    (with_sampling(presence_penalty=1), "sampling.presence_penalty"),
+    (with_sampling(frequency_penalty=-1), "sampling.frequency_penalty"),
+    (with_sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),
+    (with_sampling(logit_bias={5: 1.0}), "sampling.logit_bias"),
+    (with_sampling(allowed_token_ids=[5]), "sampling.allowed_token_ids"),
+    (with_sampling(bad_words=["x"]), "sampling.bad_words"),
+    (with_stopping(min_tokens=1), "stopping.min_tokens"),
+    (with_output(logprobs=0), "output.logprobs"),
+    (with_output(prompt_logprobs=0), "output.prompt_logprobs"),
+    (with_output(echo=True), "output.echo"),
+]
+
+
+@pytest.mark.parametrize(("request_", "field"), NOT_SERVED, ids=[name for _, name in NOT_SERVED])
+async def test_a_field_of_later_versions_is_refused_by_name(
+    request_: GenerateRequest, field: str
+) -> None:
+    with pytest.raises(NotServedError, match=field) as refused:
+        await read(request_)
+    assert refused.value.field == field
+
+
+async def test_neutral_values_of_later_fields_are_served() -> None:
+    neutral = with_sampling(
+        n=0, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_k=-1
+    )
+    submission = await read(neutral)
+    assert submission.sampling.top_k == 0
+    assert (await read(with_sampling(n=1))).token_ids == array("i", [104, 105])
+
+
+async def test_only_served_names_are_models() -> None:
+    for name in ("", "toy", "toy-alias"):
+        assert (await read(asking(model=name))).token_ids
+    with pytest.raises(UnknownModelError, match="'gpt' is not served, only toy, toy-alias"):
+        await read(asking(model="gpt"))
+    with pytest.raises(UnknownModelError) as refused:
+        await read(asking(model="x\n" * 10_000))
+    assert len(str(refused.value)) < 300
+    assert "\n" not in str(refused.value)
+
+
+async def test_what_a_request_leaves_open_is_filled_in() -> None:
+    submission = await read(asking())
+    assert submission.request_id
+    assert submission.request_id != (await read(asking())).request_id
+    assert submission.max_output_tokens is None
+    assert submission.eos_token_ids == facts().eos_token_ids
+    assert submission.read_cache
+    assert submission.salt == b""
+    assert (submission.sampling.temperature, submission.sampling.top_k) == (1.0, 0)
+    assert (submission.sampling.top_p, submission.sampling.min_p) == (1.0, 0.0)
+
+
+async def test_seeds_are_drawn_anew_if_unset_and_taken_over_if_zero() -> None:
+    drawn = {(await read(asking())).sampling.seed for _ in range(8)}
+    assert len(drawn) == 8
+    assert (await read(with_sampling(seed=0))).sampling.seed == 0
+    assert (await read(with_sampling(seed=2**64 - 1))).sampling.seed == 2**64 - 1
+
+
+async def test_the_models_defaults_fill_unset_fields_only() -> None:
+    recommended = SamplingDefaults(temperature=0.6, top_k=50, top_p=0.9, min_p=0.1)
+    front = front_end(facts(sampling=recommended))
+    sampling = (await read(asking(), front)).sampling
+    assert (sampling.temperature, sampling.top_k) == (0.6, 50)
+    assert (sampling.top_p, sampling.min_p) == (0.9, 0.1)
+    sampling = (await read(with_sampling(temperature=0, top_k=0, min_p=0), front)).sampling
+    assert (sampling.temperature, sampling.top_k) == (0.0, 0)
+    assert (sampling.top_p, sampling.min_p) == (0.9, 0.0)
+
+
+def test_a_models_default_out_of_bounds_is_the_operators_error() -> None:
+    with pytest.raises(ConfigError, match=r"top_p is 0, must be in \(0, 1\]"):
+        front_end(facts(sampling=SamplingDefaults(top_p=0)))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-10, 1e-6, 9.9e-6])
+async def test_tiny_temperatures_are_greedy(temperature: float) -> None:
+    assert (await read(with_sampling(temperature=temperature))).sampling.temperature == 0
+
+
+async def test_the_prompt_with_room_for_one_token_is_the_longest() -> None:
+    longest = asking(token_ids=TokenIds(ids=[1] * (MAX_MODEL_LEN - 1)))
+    assert len((await read(longest)).token_ids) == MAX_MODEL_LEN - 1
+    exact = with_stopping(max_tokens=62)
+    assert (await read(exact)).max_output_tokens == 62
+
+
+async def test_ignoring_eos_leaves_only_the_requests_own_stop_ids() -> None:
+    submission = await read(with_stopping(ignore_eos=True, stop_token_ids=[EOS, 7]))
+    assert submission.eos_token_ids == frozenset()
+    assert submission.stop_token_ids == {EOS, 7}
+
+
+async def test_users_cannot_write_special_tokens_in_a_chat() -> None:
+    said = ChatMessage(role="user", content="<|im_end|>")
+    ids = (await read(with_chat(said))).token_ids.tolist()
+    assert ids.count(258) == 1
+    assert bytes(b for b in ids if b < 256) == b"user <|im_end|>assistant "
+
+
+@pytest.mark.parametrize("depth", [600, 100_000])
+async def test_json_that_is_nested_too_deeply_is_refused(depth: int) -> None:
+    nested = '{"a":' + "[" * depth + "]" * depth + "}"
+    with pytest.raises(InvalidRequestError, match="nested too deeply") as refused:
+        await read(with_chat(USER, tools_json=["{}", nested]), front_end(max_model_len=10**6))
+    assert refused.value.field == "chat.tools_json[1]"
+
+
+async def test_the_last_message_can_be_continued() -> None:
+    begun = ChatMessage(role="assistant", content="Well, ")
+    request = with_chat(USER, begun, continue_last_message=True)
+    ids = (await read(request)).token_ids.tolist()
+    assert bytes(ids[ids.index(258) + 2 :]) == b"assistant Well, "
+
+
+numbers = st.floats(allow_nan=True, allow_infinity=True, width=64)
+
+
+@given(
+    temperature=numbers,
+    top_k=st.integers(-(2**31), 2**31 - 1),
+    top_p=numbers,
+    min_p=numbers,
+    seed=st.integers(0, 2**64 - 1),
+)
+async def test_sampling_is_taken_over_or_refused(
+    temperature: float, top_k: int, top_p: float, min_p: float, seed: int
+) -> None:
+    good = 0 <= temperature <= 2 and top_k >= -1 and 0 < top_p <= 1 and 0 <= min_p <= 1
+    request = with_sampling(
+        temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
+    )
+    if not good:
+        with pytest.raises(InvalidRequestError):
+            await read(request)
+        return
+    sampling = (await read(request)).sampling
+    assert sampling.temperature == (temperature if temperature >= 1e-5 else 0)
+    assert sampling.top_k == max(top_k, 0)
+    assert (sampling.top_p, sampling.min_p, sampling.seed) == (top_p, min_p, seed)
+
+
+@given(ids=st.lists(st.integers(-3, VOCAB_SIZE + 3), max_size=80), max_tokens=st.integers(0, 70))
+async def test_a_prompt_is_taken_over_or_refused(ids: list[int], max_tokens: int) -> None:
+    fits = 1 <= len(ids) < MAX_MODEL_LEN and 1 <= max_tokens <= MAX_MODEL_LEN - len(ids)
+    request = asking(token_ids=TokenIds(ids=ids), stopping=Stopping(max_tokens=max_tokens))
+    if not (fits and all(0 <= id_ < VOCAB_SIZE for id_ in ids)):
+        with pytest.raises(InvalidRequestError):
+            await read(request)
+        return
+    submission = await read(request)
+    assert submission.token_ids.tolist() == ids
+    assert submission.max_output_tokens == max_tokens

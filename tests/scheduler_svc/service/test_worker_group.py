@@ -1,0 +1,171 @@
+"""Who may join, and what becomes of requests when workers vanish and return, over real gRPC."""
+
+import asyncio
+
+import grpc
+import pytest
+
+from engine_door_use import ask, until
+from fake_worker import FakeWorker, generate_alone
+from fake_worker_process import dialled, hello, model_facts, refusal, working
+from pagemill.v1 import worker_pb2
+from worker_listener import BLOCK_SIZE, NUM_BLOCKS, PROMPT, WorkerListener, fake_worker, listening
+
+
+async def test_the_ack_gives_place_device_and_bounds() -> None:
+    async with (
+        listening(heartbeat_s=2.5) as listener,
+        dialled(listener.address, hello(boot_id=255)) as connection,
+    ):
+        ack = connection.ack
+        await connection.ready(NUM_BLOCKS)
+        await until(listener.ready)
+        state = listener.group.state()
+    assert (ack.group, ack.rank, ack.world_size, ack.rendezvous) == (0, 0, 1, "")
+    assert (ack.device_uuid, ack.block_size, ack.max_num_seqs) == ("ff", BLOCK_SIZE, 4)
+    assert (ack.max_num_batched_tokens, ack.max_model_len, ack.pipeline_depth) == (16, 128, 2)
+    assert (ack.heartbeat_s, ack.num_blocks_override) == (2.5, 0)
+    assert (state.number, state.ready, state.epoch, state.num_blocks) == (0, True, 1, NUM_BLOCKS)
+    assert state.fingerprint == "f00d"
+    worker = state.workers[0]
+    assert (worker.boot_id, worker.device, worker.dtype) == (255, "cpu", "float32")
+    assert worker.phase == "idle"
+
+
+@pytest.mark.parametrize(
+    ("greeting", "complaint"),
+    [
+        (hello(protocol_version=9), "protocol_version is 9, must be 1"),
+        (hello(group=4), "group is 4, must be 0"),
+        (hello(rank=1), "rank is 1, must be 0"),
+        (hello(model=model_facts(vocab_size=5)), "vocab_size is 5, must be 3"),
+        (
+            hello(model=worker_pb2.ModelFacts(max_position_embeddings=127)),
+            "max_position_embeddings is 127, must be at least max_model_len, 128",
+        ),
+        (worker_pb2.WorkerHello(protocol_version=1), "devices is 0, must be at least 1"),
+    ],
+)
+async def test_a_hello_that_does_not_fit_is_refused_with_field_and_both_values(
+    greeting: worker_pb2.WorkerHello, complaint: str
+) -> None:
+    async with listening() as listener:
+        code, details = await refusal(listener.address, greeting)
+        assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, complaint)
+        async with working(listener.address, fake_worker()):
+            await until(listener.ready)
+
+
+async def test_a_worker_with_another_model_than_the_first_is_refused() -> None:
+    async with listening() as listener:
+        async with working(listener.address, fake_worker()):
+            await until(listener.ready)
+        await until(listener.lost)
+        for field, model in (
+            ("fingerprint", model_facts(fingerprint="beef")),
+            ("kv_dtype", worker_pb2.ModelFacts(kv_dtype="bfloat16")),
+            ("kv_groups", worker_pb2.ModelFacts(kv_groups=[worker_pb2.KvGroup(num_layers=1)])),
+        ):
+            greeting = hello(boot_id=2, model=model)
+            code, details = await refusal(listener.address, greeting)
+            assert code is grpc.StatusCode.FAILED_PRECONDITION
+            assert details.startswith(f"{field} is ")
+
+
+async def test_a_wrong_join_secret_is_refused() -> None:
+    async with listening(join_secret="s3cret") as listener:
+        for secret in ("", "wrong"):
+            code, details = await refusal(listener.address, hello(join_secret=secret))
+            assert (code, details) == (
+                grpc.StatusCode.UNAUTHENTICATED,
+                "join_secret does not match",
+            )
+        async with dialled(listener.address, hello(join_secret="s3cret")):
+            pass
+
+
+async def test_the_only_place_is_given_once() -> None:
+    async with listening() as listener, working(listener.address, fake_worker()):
+        await until(listener.ready)
+        code, details = await refusal(listener.address, hello(boot_id=2))
+        assert code is grpc.StatusCode.ALREADY_EXISTS
+        assert "taken by the worker with boot id 1" in details
+        assert listener.ready()
+
+
+async def test_a_worker_that_comes_back_replaces_its_own_old_stream() -> None:
+    worker = fake_worker()
+    async with listening() as listener, working(listener.address, worker) as old:
+        await until(listener.ready)
+        async with working(listener.address, worker):
+            assert (await old.status())[0] is grpc.StatusCode.ABORTED
+            await until(listener.ready)
+            assert await ask(listener.engine, "r", PROMPT, 5) == generate_alone(
+                PROMPT, 5, frozenset()
+            )
+
+
+async def lose_in_the_middle(
+    listener: WorkerListener, worker: FakeWorker
+) -> "asyncio.Task[list[int]]":
+    """Start a request of 20 tokens, and drop the connection with plans in flight."""
+    async with working(listener.address, worker, hello(boot_id=1)) as connection:
+        await until(listener.ready)
+        asking = asyncio.create_task(ask(listener.engine, "r", PROMPT, 20))
+        await until(lambda: len(connection.plans) >= 6)
+        connection.gate.clear()
+        await until(lambda: listener.scheduler.num_in_flight == 2)
+    await until(listener.lost)
+    return asking
+
+
+async def test_after_a_lost_connection_no_token_is_lost_or_repeated_and_the_cache_is_kept() -> None:
+    worker = fake_worker()
+    async with listening() as listener:
+        asking = await lose_in_the_middle(listener, worker)
+        async with working(listener.address, worker, hello(boot_id=1)) as connection:
+            assert await asking == generate_alone(PROMPT, 20, frozenset())
+            first = connection.plans[0]
+    assert first.reset
+    assert (first.step_id, first.epoch.number, first.epoch.incarnation) == (0, 2, 2**63 + 1)
+    assert first.admitted[0].num_computed_tokens > 0
+
+
+async def test_a_restarted_worker_begins_with_an_empty_cache() -> None:
+    async with listening() as listener:
+        asking = await lose_in_the_middle(listener, fake_worker())
+        async with working(listener.address, fake_worker(), hello(boot_id=2)) as connection:
+            assert await asking == generate_alone(PROMPT, 20, frozenset())
+            assert connection.plans[0].admitted[0].num_computed_tokens == 0
+
+
+async def test_the_first_worker_returning_after_the_second_has_no_cache_either() -> None:
+    first = fake_worker()
+    async with listening() as listener:
+        asking = await lose_in_the_middle(listener, first)
+        async with working(listener.address, fake_worker(), hello(boot_id=2)) as second:
+            second.gate.clear()
+            await until(lambda: bool(second.plans))
+        await until(listener.lost)
+        async with working(listener.address, first, hello(boot_id=1)) as connection:
+            assert await asking == generate_alone(PROMPT, 20, frozenset())
+            assert connection.plans[0].admitted[0].num_computed_tokens == 0
+
+
+async def test_no_blocks_are_too_few() -> None:
+    async with listening() as listener, dialled(listener.address) as connection:
+        await connection.ready(0)
+        code, details = await connection.status()
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert details == "num_blocks is 0, must be at least 1"
+
+
+async def test_stopping_asks_workers_to_leave_and_lets_no_new_one_in() -> None:
+    async with listening() as listener, working(listener.address, fake_worker()) as connection:
+        await until(listener.ready)
+        async with asyncio.timeout(10):
+            await listener.group.stop()
+        assert connection.stopped
+        assert (await connection.status())[0] is grpc.StatusCode.OK
+        code, _ = await refusal(listener.address, hello(boot_id=3))
+        assert code is grpc.StatusCode.UNAVAILABLE

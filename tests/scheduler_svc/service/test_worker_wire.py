@@ -1,0 +1,161 @@
+"""What is sent is what arrives, in both directions; what cannot be read is refused by name."""
+
+from contextlib import suppress
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pagemill.v1 import worker_pb2
+from scheduler_svc.core.request import Sampling
+from scheduler_svc.core.step_plan import AdmittedRow, AppendedBlocks, Int32Array, StepPlan
+from scheduler_svc.service.worker_wire import (
+    Epoch,
+    MalformedMessageError,
+    decode_message,
+    decode_result,
+    encode_plan,
+)
+from wire_plans import decode_plan
+
+int32 = st.integers(-(2**31), 2**31 - 1)
+uint32 = st.integers(0, 2**32 - 1)
+uint64 = st.integers(0, 2**64 - 1)
+float32 = st.floats(width=32, allow_nan=False)
+columns = st.lists(int32, max_size=20).map(lambda values: np.array(values, dtype=np.int32))
+samplings = st.builds(
+    Sampling, temperature=float32, top_k=uint32, top_p=float32, min_p=float32, seed=uint64
+)
+admitted_rows = st.builds(
+    AdmittedRow,
+    row=uint32,
+    request_id=st.text(st.characters(codec="utf-8"), max_size=8),
+    tokens=columns,
+    num_prompt_tokens=uint32,
+    num_computed_tokens=uint32,
+    num_new_tokens=uint32,
+    block_tables=st.lists(columns, max_size=2).map(tuple),
+    sampling=samplings,
+    sequence_index=uint32,
+)
+plans = st.builds(
+    StepPlan,
+    step_id=uint64,
+    reset=st.booleans(),
+    released_rows=columns,
+    admitted=st.lists(admitted_rows, max_size=3).map(tuple),
+    appended=st.lists(
+        st.builds(AppendedBlocks, group=uint32, rows=columns, blocks=columns), max_size=2
+    ).map(tuple),
+    copy_sources=columns,
+    copy_destinations=columns,
+    exception_rows=columns,
+    exception_num_computed_tokens=columns,
+    exception_num_new_tokens=columns,
+    num_rows=st.just(0),
+    num_tokens=st.just(0),
+    num_preempted=st.just(0),
+)
+
+
+def plain(value: object) -> object:
+    """Return a value whose arrays compare."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.tolist()
+    if isinstance(value, tuple):
+        return tuple(plain(part) for part in value)
+    if isinstance(value, StepPlan | AdmittedRow | AppendedBlocks):
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+    return value
+
+
+@given(plan=plans, incarnation=uint64, number=uint64)
+def test_a_plan_arrives_as_it_was_sent(plan: StepPlan, incarnation: int, number: int) -> None:
+    raw = encode_plan(plan, Epoch(incarnation, number), "00-ab-cd-01")
+    message = worker_pb2.JoinResponse.FromString(raw)
+    assert message.WhichOneof("message") == "plan"
+    assert plain(decode_plan(message.plan)) == plain(plan)
+    assert message.plan.epoch == worker_pb2.Epoch(incarnation=incarnation, number=number)
+    assert message.plan.traceparent == "00-ab-cd-01"
+
+
+def test_columns_are_little_endian_whatever_the_array() -> None:
+    big_endian = np.array([1, 2], dtype=">i4")
+    empty: Int32Array = np.zeros(0, dtype=np.int32)
+    plan = StepPlan(
+        step_id=0,
+        reset=False,
+        released_rows=big_endian,
+        admitted=(),
+        appended=(),
+        copy_sources=empty,
+        copy_destinations=empty,
+        exception_rows=empty,
+        exception_num_computed_tokens=empty,
+        exception_num_new_tokens=empty,
+        num_rows=0,
+        num_tokens=0,
+        num_preempted=0,
+    )
+    message = worker_pb2.JoinResponse.FromString(encode_plan(plan, Epoch(0, 0), ""))
+    assert message.plan.released_rows == b"\1\0\0\0\2\0\0\0"
+
+
+def pack(*values: int) -> bytes:
+    return np.array(values, dtype="<i4").tobytes()
+
+
+@given(
+    tokens=st.lists(st.integers(0, 99), max_size=9),
+    named=st.booleans(),
+    counted=st.booleans(),
+    errors=st.lists(st.tuples(uint32, st.text(st.characters(codec="utf-8"))), max_size=2),
+)
+def test_a_result_arrives_as_it_was_sent(
+    tokens: list[int], named: bool, counted: bool, errors: list[tuple[int, str]]
+) -> None:
+    answer = decode_result(
+        worker_pb2.StepResult(
+            step_id=2**40,
+            epoch=worker_pb2.Epoch(incarnation=2**63, number=3),
+            tokens=pack(*tokens),
+            rows=pack(*range(len(tokens))) if named else b"",
+            num_tokens=pack(*[1] * len(tokens)) if counted else b"",
+            errors=[worker_pb2.RowError(row=row, reason=reason) for row, reason in errors],
+            timing=worker_pb2.StepTiming(wait_ns=1, execute_ns=2, codec_ns=3),
+        ),
+        vocab_size=100,
+    )
+    assert answer.epoch == Epoch(2**63, 3)
+    assert answer.result.step_id == 2**40
+    assert answer.result.tokens.tolist() == tokens
+    assert answer.result.tokens.dtype == np.int32
+    assert answer.result.row_errors == tuple(errors)
+    assert (answer.timing.wait_ns, answer.timing.execute_ns, answer.timing.codec_ns) == (1, 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("result", "complaint"),
+    [
+        (worker_pb2.StepResult(tokens=b"\1\0\0"), "tokens has 3 bytes"),
+        (worker_pb2.StepResult(tokens=pack(100)), "tokens go from 100 to 100, must be 0 to 99"),
+        (worker_pb2.StepResult(tokens=pack(-1, 5)), "tokens go from -1 to 5"),
+        (worker_pb2.StepResult(tokens=pack(1), rows=pack(0, 1)), "rows has 2 entries, tokens 1"),
+        (worker_pb2.StepResult(tokens=pack(1, 2), rows=pack(3, 3)), "rows must ascend"),
+        (worker_pb2.StepResult(tokens=pack(1, 2), num_tokens=pack(2)), "num_tokens has 1 entries"),
+        (worker_pb2.StepResult(tokens=pack(1), num_tokens=pack(2)), "num_tokens must be 1"),
+    ],
+)
+def test_a_result_that_cannot_be_read_is_refused_by_name(
+    result: worker_pb2.StepResult, complaint: str
+) -> None:
+    with pytest.raises(MalformedMessageError, match=complaint):
+        decode_result(result, vocab_size=100)
+
+
+@given(raw=st.binary(max_size=40))
+def test_any_bytes_are_a_message_or_refused(raw: bytes) -> None:
+    with suppress(MalformedMessageError):
+        decode_message(raw)

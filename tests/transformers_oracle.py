@@ -1,0 +1,86 @@
+"""What `transformers` computes: the oracle of everything a model of ours says, in float32."""
+
+# mypy: allow-untyped-calls
+
+import os
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from transformers import (
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+from transformers.utils import logging
+
+logging.disable_progress_bar()
+
+# SmolLM2-135M; `rms_norm_eps` as float32 rounds it.
+DEMO_NUMBERS: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 9.999999747378752e-06,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+}
+DEMO = LlamaConfig(**DEMO_NUMBERS)
+
+
+def load_directory(directory: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
+    """Load a Hugging Face directory."""
+    model: LlamaForCausalLM = LlamaForCausalLM.from_pretrained(directory, dtype=dtype)
+    return model
+
+
+def load_demo(path: Path) -> LlamaForCausalLM:
+    """Load the demo model's GGUF file by transformers' own reader, which takes 10 seconds.
+
+    Not by `from_pretrained`, which wants the accelerate package for it.
+    """
+    with torch.device("meta"):
+        model = LlamaForCausalLM(DEMO)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the arrays it makes tensors of are read-only
+        loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
+    for name, value in loaded["config"].items():
+        assert name not in DEMO_NUMBERS or DEMO_NUMBERS[name] == value
+    missing = model.load_state_dict(loaded["tensors"], strict=False, assign=True)
+    assert missing.unexpected_keys == []
+    assert missing.missing_keys == ["lm_head.weight"]
+    model.tie_weights()
+    # The rotary frequencies are in no file, and on the meta device they have no values.
+    model.model.rotary_emb = LlamaRotaryEmbedding(DEMO)
+    model.eval()
+    return model
+
+
+@torch.inference_mode()
+def logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
+    """Return the logits behind every token of a sequence. Shape: [T, V]."""
+    result: torch.Tensor = model(torch.tensor([list(tokens)]), use_cache=False).logits[0]
+    return result
+
+
+@torch.inference_mode()
+def greedy(model: LlamaForCausalLM, prompt: Sequence[int], count: int) -> list[int]:
+    """Return the `count` most likely tokens behind a prompt, whatever ends a text."""
+    prompts = torch.tensor([list(prompt)])
+    settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
+    model.generation_config.eos_token_id = None
+    output = model.generate(prompts, settings, attention_mask=torch.ones_like(prompts))
+    assert isinstance(output, torch.Tensor)
+    tokens: list[int] = output[0, len(prompt) :].tolist()
+    return tokens

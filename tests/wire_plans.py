@@ -1,0 +1,57 @@
+"""Plans as a worker reads them from the wire: a second decoder, for tests of the first encoder."""
+
+import numpy as np
+
+from pagemill.v1 import worker_pb2
+from scheduler_svc.core.request import Sampling
+from scheduler_svc.core.step_plan import AdmittedRow, AppendedBlocks, Int32Array, StepPlan
+
+
+def column(raw: bytes) -> Int32Array:
+    return np.array(
+        [int.from_bytes(raw[i : i + 4], "little", signed=True) for i in range(0, len(raw), 4)],
+        dtype=np.int32,
+    )
+
+
+def decode_plan(message: worker_pb2.StepPlan) -> StepPlan:
+    """Return the plan of a message. What does not travel is 0."""
+    return StepPlan(
+        step_id=message.step_id,
+        reset=message.reset,
+        released_rows=column(message.released_rows),
+        admitted=tuple(_decode_row(row) for row in message.admitted),
+        appended=tuple(
+            AppendedBlocks(part.group, column(part.rows), column(part.blocks))
+            for part in message.appended
+        ),
+        copy_sources=column(message.copy_sources),
+        copy_destinations=column(message.copy_destinations),
+        exception_rows=column(message.exception_rows),
+        exception_num_computed_tokens=column(message.exception_num_computed_tokens),
+        exception_num_new_tokens=column(message.exception_num_new_tokens),
+        num_rows=0,
+        num_tokens=0,
+        num_preempted=0,
+    )
+
+
+def _decode_row(row: worker_pb2.AdmittedRow) -> AdmittedRow:
+    sampling = row.sampling
+    return AdmittedRow(
+        row=row.row,
+        request_id=row.request_id,
+        tokens=column(row.tokens),
+        num_prompt_tokens=row.num_prompt_tokens,
+        num_computed_tokens=row.num_computed_tokens,
+        num_new_tokens=row.num_new_tokens,
+        block_tables=tuple(column(table) for table in row.block_tables),
+        sampling=Sampling(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        sequence_index=row.sequence_index,
+    )

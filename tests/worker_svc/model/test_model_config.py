@@ -1,0 +1,127 @@
+"""A config is read whole, or refused by an error that names field, value and what is known."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tiny_llama import write_tiny_llama
+from worker_svc.errors import ConfigError, ModelError
+from worker_svc.model.gguf_file import read_gguf
+from worker_svc.model.model_config import (
+    KNOWN_HF_ARCHITECTURES,
+    RopeScaling,
+    config_from_hf,
+    read_model_config,
+)
+
+LLAMA: dict[str, object] = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 512,
+}
+OLD_LLAMA3 = {
+    "type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def test_a_directory_is_read(tmp_path: Path) -> None:
+    config = read_model_config(write_tiny_llama(tmp_path, max_position_embeddings=77))
+    assert config.num_heads == 4
+    assert config.num_kv_heads == 2
+    assert config.head_dim == 16
+    assert config.max_position_embeddings == 77
+    assert not config.tie_word_embeddings
+    assert config.rope_scaling is None
+
+
+def test_a_gguf_file_is_read(demo_gguf: Path) -> None:
+    config = read_model_config(demo_gguf)
+    assert config.architecture == "llama"
+    assert config.vocab_size == 49152
+    assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
+    assert (config.hidden_size, config.head_dim, config.intermediate_size) == (576, 64, 1536)
+    assert config.rope_theta == 100000.0
+    assert config.rms_norm_eps == pytest.approx(1e-5)
+    assert config.max_position_embeddings == 8192
+    assert config.tie_word_embeddings
+
+
+def test_what_is_left_out_has_the_defaults_of_transformers() -> None:
+    config = config_from_hf(LLAMA)
+    assert config.num_kv_heads == config.num_heads
+    assert config.head_dim == 16
+    assert config.rms_norm_eps == 1e-6
+    assert config.rope_theta == 10000.0
+    assert not config.qkv_bias
+    assert not config.mlp_bias
+
+
+def test_old_and_new_rope_fields_mean_the_same() -> None:
+    old = config_from_hf(LLAMA | {"rope_theta": 5e5, "rope_scaling": OLD_LLAMA3})
+    renamed = {"rope_type" if name == "type" else name: v for name, v in OLD_LLAMA3.items()}
+    new = config_from_hf(LLAMA | {"rope_parameters": renamed | {"rope_theta": 5e5}})
+    assert old == new
+    assert new.rope_scaling == RopeScaling("llama3", 8.0, 1.0, 4.0, 8192)
+
+
+def test_qwen2_has_biases_without_saying_so() -> None:
+    config = config_from_hf(LLAMA | {"architectures": ["Qwen2ForCausalLM"]})
+    assert config.qkv_bias
+    assert not config.output_bias
+
+
+def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(ModelError, match="GPT2LMHeadModel") as refusal:
+        config_from_hf(LLAMA | {"architectures": ["GPT2LMHeadModel"]})
+    assert all(known in str(refusal.value) for known in KNOWN_HF_ARCHITECTURES)
+    assert isinstance(refusal.value, ConfigError)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*known: silu"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default, linear, llama3"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
+        ({"sliding_window": 4096}, "sliding_window is 4096, must be null"),
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "big"}, "hidden_size is 'big', must be a positive integer"),
+        ({"vocab_size": True}, "vocab_size is True"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, must be a positive number"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3, must divide"),
+        ({"head_dim": 15}, "head_dim is 15, must be even"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', must be true or false"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is .*, must be a list of strings"),
+        ({"rope_scaling": 4}, "rope_scaling is 4, must be a mapping"),
+    ],
+)
+def test_what_would_change_the_numbers_is_refused(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        config_from_hf(LLAMA | change)
+
+
+def test_a_window_that_is_off_is_no_window() -> None:
+    config_from_hf(LLAMA | {"sliding_window": 4096, "use_sliding_window": False})
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"config.json cannot be read"):
+        read_model_config(tmp_path)
+    for text in ("{", "[]", json.dumps("x"), "\xff"):
+        (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+        with pytest.raises(ModelError, match=r"config.json is not"):
+            read_model_config(tmp_path)
+    with pytest.raises(ModelError, match=r"gone.gguf cannot be read"):
+        read_gguf(tmp_path / "gone.gguf")

@@ -1,0 +1,72 @@
+"""The cache has one block more than is usable, copies whole blocks, and takes memory when used."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from plan_driver import int32
+from tiny_llama import write_tiny_llama
+from worker_svc.errors import InvariantError
+from worker_svc.model.model_config import ModelConfig, read_model_config
+from worker_svc.runtime.kv_cache import KVCache, block_bytes
+from worker_svc.runtime.step_plan import BlockCopies
+
+CPU = torch.device("cpu")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> ModelConfig:
+    return read_model_config(write_tiny_llama(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_there_is_one_block_more_than_is_usable(config: ModelConfig, dtype: torch.dtype) -> None:
+    cache = KVCache(config, 7, 4, dtype, CPU)
+    assert len(cache.layers) == 2
+    num_bytes = 0
+    for layer in cache.layers:
+        for tensor in layer:
+            assert tensor.shape == (8, 4, 2, 16)
+            assert tensor.dtype == dtype
+            assert tensor.is_contiguous()
+            assert not tensor.any()
+            num_bytes += tensor.numel() * tensor.element_size()
+    assert num_bytes == 8 * block_bytes(config, 4, dtype)
+
+
+def test_memory_is_taken_when_it_is_touched(config: ModelConfig) -> None:
+    process = psutil.Process()
+    before = process.memory_info().rss
+    num_blocks = (1 << 30) // block_bytes(config, 16, torch.float32)
+    cache = KVCache(config, num_blocks, 16, torch.float32, CPU)
+    assert process.memory_info().rss - before < 1 << 26
+    cache.layers[0][0].fill_(1.0)
+    assert process.memory_info().rss - before > 1 << 27
+
+
+def test_blocks_are_copied_in_every_layer(config: ModelConfig) -> None:
+    cache = KVCache(config, 5, 4, torch.float32, CPU)
+    before = []
+    for layer in cache.layers:
+        for tensor in layer:
+            tensor.normal_()
+            before.append(tensor.clone())
+    cache.copy_blocks(BlockCopies(int32(1, 1, 4), int32(2, 5, 3)))
+    after = [tensor for layer in cache.layers for tensor in layer]
+    for old, new in zip(before, after, strict=True):
+        assert torch.equal(new[[0, 1, 4]], old[[0, 1, 4]])
+        assert torch.equal(new[[2, 5, 3]], old[[1, 1, 4]])
+
+
+@pytest.mark.parametrize(
+    ("src", "dst"), [((1, 2), (3, 3)), ((1, 2), (2, 3)), ((0,), (1,)), ((1,), (6,)), ((1, 2), (3,))]
+)
+def test_copies_whose_order_would_matter_are_refused(
+    config: ModelConfig, src: tuple[int, ...], dst: tuple[int, ...]
+) -> None:
+    cache = KVCache(config, 5, 4, torch.float32, CPU)
+    with pytest.raises(InvariantError, match="are copied to"):
+        cache.copy_blocks(BlockCopies(int32(*src), int32(*dst)))

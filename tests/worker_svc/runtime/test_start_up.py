@@ -1,0 +1,72 @@
+"""A runner is made within its limits, or refused by an error that names the limit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiny_llama import write_tiny_llama
+from worker_svc.errors import ConfigError
+from worker_svc.model.weights import LoadedModel, load_model
+from worker_svc.runtime.kv_cache import block_bytes
+from worker_svc.runtime.memory_budget import GIB, MAX_CPU_BYTES
+from worker_svc.runtime.start_up import RunnerLimits, make_runner, run_largest_step
+
+
+@pytest.fixture
+def loaded(tmp_path: Path) -> LoadedModel:
+    return load_model(write_tiny_llama(tmp_path), torch.float32, torch.device("cpu"))
+
+
+def test_an_override_is_the_number_of_usable_blocks(loaded: LoadedModel) -> None:
+    # 3 blocks hold 48 of the model's 512 tokens; it is for the scheduler to refuse what is longer.
+    runner, report = make_runner(loaded, RunnerLimits(num_gpu_blocks_override=3))
+    assert runner.kv_cache.num_blocks == report.num_blocks == 3
+    assert runner.kv_cache.layers[0][0].shape[0] == 4
+    assert report.max_concurrency == 3 / 32
+
+
+def test_bytes_given_are_divided(loaded: LoadedModel) -> None:
+    num_bytes = 32 * block_bytes(loaded.model.config, 16, torch.float32) + 5
+    runner, report = make_runner(loaded, RunnerLimits(kv_cache_memory_bytes=num_bytes))
+    assert runner.kv_cache.num_blocks == 32
+    assert (report.max_model_len, report.max_concurrency) == (512, 1.0)
+    with pytest.raises(ConfigError, match=r"needs 0.00 GiB .* must be at most 496"):
+        make_runner(loaded, RunnerLimits(kv_cache_memory_bytes=num_bytes - 6))
+
+
+def test_memory_is_measured_unless_it_is_given(loaded: LoadedModel) -> None:
+    _, report = make_runner(loaded, RunnerLimits())
+    assert GIB // 100 < report.num_blocks * report.block_bytes <= MAX_CPU_BYTES
+    assert report.weight_bytes == loaded.weight_bytes
+
+
+def test_a_length_beyond_the_models_is_refused(loaded: LoadedModel) -> None:
+    make_runner(loaded, RunnerLimits(max_model_len=512))
+    with pytest.raises(ConfigError, match="max_model_len is 513, must be at most 512"):
+        make_runner(loaded, RunnerLimits(max_model_len=513))
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"block_size": 12}, "block_size is 12, must be a power of two"),
+        ({"block_size": 0}, "block_size is 0"),
+        ({"max_num_seqs": 0}, "max_num_seqs is 0, must be at least 1"),
+        ({"max_num_batched_tokens": -5}, "max_num_batched_tokens is -5"),
+        ({"max_model_len": 0}, "max_model_len is 0"),
+        ({"kv_cache_memory_bytes": 0}, "kv_cache_memory_bytes is 0"),
+        ({"num_gpu_blocks_override": 0}, "num_gpu_blocks_override is 0"),
+        ({"gpu_memory_utilization": 1.5}, "gpu_memory_utilization is 1.5"),
+        ({"gpu_memory_utilization": float("nan")}, "gpu_memory_utilization is nan"),
+    ],
+)
+def test_impossible_limits_are_named(limits: dict[str, int], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        RunnerLimits(**limits)
+
+
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 40), (8, 40), (8, 8), (64, 8)])
+def test_the_largest_step_can_be_rehearsed(loaded: LoadedModel, rows: int, tokens: int) -> None:
+    """On a GPU its memory is measured; here it shows that the step fits together."""
+    run_largest_step(loaded.model, RunnerLimits(max_num_seqs=rows, max_num_batched_tokens=tokens))

@@ -1,0 +1,60 @@
+"""The worker's command: `python -m worker_svc MODEL_PATH --join HOST:PORT`."""
+
+import os
+import sys
+
+from worker_svc.config import WorkerSettings, read_settings
+from worker_svc.errors import ConfigError
+from worker_svc.service.bench_forward import bench_forward
+from worker_svc.service.exit_status import ExitStatus
+from worker_svc.service.local_model import LocalModel, LocalSettings, set_threads
+from worker_svc.service.logs import make_logger
+from worker_svc.service.shutdown import Shutdown, stopped_by_signals
+from worker_svc.service.worker import JoinSettings, Worker
+
+
+def main() -> ExitStatus:
+    """Run a worker, or the bare loop that its speed is compared with."""
+    try:
+        settings = read_settings(sys.argv[1:])
+        set_threads(settings.threads)
+        if settings.bench_forward:
+            bench_forward(LocalModel(_local_settings(settings)), sys.stdin, sys.stdout)
+            return ExitStatus.STOPPED
+        return _work(settings)
+    except ConfigError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return ExitStatus.IMPOSSIBLE
+
+
+def _work(settings: WorkerSettings) -> ExitStatus:
+    shutdown = Shutdown()
+    with stopped_by_signals(shutdown):
+        worker = Worker(
+            LocalModel(_local_settings(settings)),
+            JoinSettings(
+                address=settings.join,
+                secret=settings.join_secret.get_secret_value(),
+                timeout_s=settings.join_timeout,
+            ),
+            shutdown,
+            make_logger(sys.stderr, settings.log_format, settings.log_level),
+            exit_now=lambda: os._exit(ExitStatus.STOPPED),
+        )
+        return worker.run()
+
+
+def _local_settings(settings: WorkerSettings) -> LocalSettings:
+    return LocalSettings(
+        model_path=settings.model_path,
+        device=settings.device,
+        dtype=settings.dtype,
+        kv_cache_dtype=settings.kv_cache_dtype,
+        kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+        gpu_memory_utilization=settings.gpu_memory_utilization,
+        num_gpu_blocks_override=settings.num_gpu_blocks_override,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,13 @@
+"""What can go wrong in a worker, by whose fault it is."""
+
+
+class ConfigError(ValueError):
+    """A setting is impossible: the operator's. One line, and the process exits with status 2."""
+
+
+class ModelError(ConfigError):
+    """The model's files are damaged or of a kind we cannot run. Names what was found and known."""
+
+
+class InvariantError(AssertionError):
+    """A promise between scheduler and worker is broken: ours. Never caught; the process ends."""

@@ -1,0 +1,1 @@
+"""Layers and weights: from a model's files to logits. Torch only."""

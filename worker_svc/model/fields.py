@@ -1,0 +1,81 @@
+"""Named values of a model's files, read with their types checked."""
+
+import math
+from collections.abc import Mapping
+
+from worker_svc.errors import ModelError
+
+
+class Fields:
+    """A flat mapping whose values are wanted as this or that type.
+
+    Every reader raises ModelError, naming source, field and value, if the field is not of its
+    type, or is absent and has no default. A null counts as absent.
+    """
+
+    __slots__ = ("_source", "_values")
+
+    def __init__(self, values: Mapping[str, object], source: str) -> None:
+        self._values = values
+        self._source = source
+
+    def has(self, name: str) -> bool:
+        """Return whether the field is there and not null."""
+        return self._values.get(name) is not None
+
+    def count(self, name: str, default: int | None = None) -> int:
+        """Return a positive integer."""
+        value = self._value(name, default)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise self._error(name, "a positive integer")
+        return value
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """Return a positive, finite number."""
+        value = self._value(name, default)
+        if (
+            not isinstance(value, int | float)
+            or isinstance(value, bool)
+            or not (math.isfinite(value) and value > 0)
+        ):
+            raise self._error(name, "a positive number")
+        return float(value)
+
+    def flag(self, name: str, *, default: bool | None = None) -> bool:
+        """Return a truth value."""
+        value = self._value(name, default)
+        if not isinstance(value, bool):
+            raise self._error(name, "true or false")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return a string."""
+        value = self._value(name, default)
+        if not isinstance(value, str):
+            raise self._error(name, "a string")
+        return value
+
+    def texts(self, name: str) -> list[str]:
+        """Return a list of strings."""
+        value = self._value(name, None)
+        if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
+            raise self._error(name, "a list of strings")
+        return [str(entry) for entry in value]
+
+    def group(self, name: str) -> "Fields":
+        """Return a nested mapping; an empty one if it is absent."""
+        value = self._value(name, {})
+        if not isinstance(value, dict):
+            raise self._error(name, "a mapping")
+        return Fields({str(key): entry for key, entry in value.items()}, f"{self._source}: {name}")
+
+    def _value(self, name: str, default: object) -> object:
+        value = self._values.get(name)
+        value = default if value is None else value
+        if value is None:
+            raise ModelError(f"{self._source}: {name} is missing")
+        return value
+
+    def _error(self, name: str, wanted: str) -> ModelError:
+        value = repr(self._values.get(name))
+        return ModelError(f"{self._source}: {name} is {value[:100]}, must be {wanted}")

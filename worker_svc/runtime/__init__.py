@@ -1,0 +1,1 @@
+"""A step plan in, sampled tokens out. Knows no network."""

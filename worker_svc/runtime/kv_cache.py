@@ -1,0 +1,72 @@
+"""The cache tensors, and the bytes of a block."""
+
+import math
+
+import numpy as np
+import torch
+
+from worker_svc.errors import InvariantError
+from worker_svc.model.llama import LayerCache
+from worker_svc.model.model_config import ModelConfig
+from worker_svc.runtime.step_plan import BlockCopies
+
+
+def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
+    """Return the bytes of one block's keys and values, over all layers."""
+    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return per_token * block_size
+
+
+class KVCache:
+    """Keys and values of all blocks, each layer's in a tensor of its own.
+
+    Shapes: layers: per layer, keys and values [num_blocks + 1, S, G, D]. Block 0 is the null
+        block: never written, never read.
+    """
+
+    __slots__ = ("block_size", "layers", "num_blocks")
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        num_blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.layers: tuple[LayerCache, ...] = tuple(
+            (_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+            for _ in range(config.num_layers)
+        )
+
+    def copy_blocks(self, copies: BlockCopies) -> None:
+        """Copy whole blocks.
+
+        Raises: InvariantError if a block is dst twice, both src and dst, or not in the cache.
+        """
+        if not len(copies.src):
+            return
+        src, dst = copies.src.astype(np.int64), copies.dst.astype(np.int64)
+        both = np.concatenate((src, dst))
+        if len(src) != len(dst) or both.min() < 1 or both.max() > self.num_blocks:
+            raise InvariantError(f"blocks {src} are copied to {dst} of 1 to {self.num_blocks}")
+        if len(np.unique(dst)) < len(dst) or np.isin(src, dst).any():
+            raise InvariantError(f"blocks {src} are copied to {dst}, in an order that matters")
+        for layer in self.layers:
+            for cache in layer:
+                copied = cache.index_select(0, torch.from_numpy(src).to(cache.device))
+                cache.index_copy_(0, torch.from_numpy(dst).to(cache.device), copied)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return zeros; on a CPU in memory that is only taken when it is touched.
+
+    torch.zeros would touch gigabytes at start, which numpy leaves to the operating system.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(dtype).view(shape)

@@ -1,0 +1,131 @@
+"""How many blocks fit: memory measured, then divided."""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import torch
+
+from worker_svc.errors import ConfigError
+
+GIB = 1 << 30
+
+# Of the memory that is free on a CPU machine; the rest is for everything else that runs there.
+CPU_MEMORY_FRACTION = 0.4
+MAX_CPU_BYTES = 4 * GIB
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryReport:
+    """What a worker's memory holds."""
+
+    weight_bytes: int
+    load_seconds: float
+    """Time it took to load the weights."""
+
+    num_blocks: int
+    """Usable blocks; the null block is one more."""
+
+    block_size: int
+    """Tokens per block."""
+
+    block_bytes: int
+    """Of one block, over all layers."""
+
+    max_model_len: int
+    """Most tokens of one request."""
+
+    @property
+    def max_concurrency(self) -> float:
+        """How many requests of the greatest length fit at once."""
+        return self.num_blocks / blocks_for(self.max_model_len, self.block_size)
+
+    @property
+    def num_kv_tokens(self) -> int:
+        """How many tokens the cache holds, counted in requests of the greatest length."""
+        return int(self.max_concurrency * self.max_model_len)
+
+
+def startup_lines(report: MemoryReport) -> tuple[str, str, str]:
+    """Return what a worker says of its memory when it starts."""
+    return (
+        f"Model weights: {report.weight_bytes / GIB:.2f} GiB, "
+        f"loaded in {report.load_seconds:.2f} seconds",
+        f"KV cache size: {report.num_kv_tokens} tokens",
+        f"Maximum concurrency for {report.max_model_len} tokens per request: "
+        f"{report.max_concurrency:.2f}x",
+    )
+
+
+def blocks_for(num_tokens: int, block_size: int) -> int:
+    """Return how many blocks hold this many tokens."""
+    return -(-num_tokens // block_size)
+
+
+def num_blocks_that_fit(
+    cache_bytes: int, block_bytes: int, block_size: int, max_model_len: int
+) -> int:
+    """Return how many usable blocks `cache_bytes` hold, beside the null block.
+
+    Raises: ConfigError if one request of `max_model_len` does not fit. It names the GiB needed
+        and available and the greatest length that does.
+    """
+    # The null block is small change, and left out: a cache of 1,024 blocks' bytes has 1,024.
+    num_blocks = cache_bytes // block_bytes
+    needed = blocks_for(max_model_len, block_size)
+    if needed > num_blocks:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}: one request needs "
+            f"{needed * block_bytes / GIB:.2f} GiB of KV cache, "
+            f"{cache_bytes / GIB:.2f} GiB is available; must be at most "
+            f"{num_blocks * block_size} (or give kv_cache_memory_bytes)"
+        )
+    return num_blocks
+
+
+def cpu_cache_bytes(fraction: float = CPU_MEMORY_FRACTION) -> int:
+    """Return how many bytes a CPU worker gives its cache: part of what is free, up to 4 GiB."""
+    return min(int(available_memory_bytes() * fraction), MAX_CPU_BYTES)
+
+
+def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Return the memory this process may still take: of the machine, or of its container."""
+    available = int(psutil.virtual_memory().available)
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        used = int((cgroup / "memory.current").read_text())
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+    except OSError:
+        return available
+    if limit == "max":
+        return available
+    # Files that were read and not touched again are given up when memory is short.
+    return min(available, max(0, int(limit) - used + int(stat.get("inactive_file", 0))))
+
+
+def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable[[], None]) -> int:
+    """Return how many bytes a CUDA worker gives its cache; call it after loading the weights.
+
+    `profile` runs the largest step there can be. What it and the weights take at their peak,
+    and what others hold on the device, is taken from `utilization` of the total.
+
+    Raises: ConfigError if the device has less free memory than `utilization` asks for.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    budget = math.ceil(total * utilization)
+    ours = torch.cuda.memory_reserved(device)
+    if free + ours < budget:
+        raise ConfigError(
+            f"gpu_memory_utilization is {utilization}: asks for {budget / GIB:.2f} GiB, "
+            f"{(free + ours) / GIB:.2f} of {total / GIB:.2f} GiB is free"
+        )
+    torch.cuda.reset_peak_memory_stats(device)
+    profile()
+    torch.cuda.synchronize(device)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    others = total - free - torch.cuda.memory_reserved(device)
+    return max(0, budget - peak - others)

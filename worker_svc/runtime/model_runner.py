@@ -1,0 +1,119 @@
+"""One step: a plan in, sampled tokens out."""
+
+from time import perf_counter_ns
+
+import numpy as np
+import torch
+
+from worker_svc.errors import InvariantError
+from worker_svc.model.llama import Llama
+from worker_svc.runtime.block_tables import BlockTables
+from worker_svc.runtime.kv_cache import KVCache
+from worker_svc.runtime.memory_budget import blocks_for
+from worker_svc.runtime.rows import Rows
+from worker_svc.runtime.sampler import sample
+from worker_svc.runtime.step_inputs import StepInputs, build_step_inputs
+from worker_svc.runtime.step_plan import (
+    Int32Array,
+    Int64Array,
+    StepPlan,
+    StepResult,
+    StepTiming,
+    no_int32,
+)
+
+_NOT_FINITE = "the model's logits are not finite"
+
+
+class ModelRunner:
+    """Runs step plans, in order, on a model and its cache.
+
+    What the plans said is kept in rows; a token that a row samples is appended to it here, so
+    the scheduler need not send it back.
+    """
+
+    __slots__ = ("_last_step_id", "_model", "kv_cache", "rows")
+
+    def __init__(
+        self, model: Llama, kv_cache: KVCache, *, max_num_seqs: int, max_model_len: int
+    ) -> None:
+        tables = BlockTables(
+            max_num_seqs,
+            blocks_for(max_model_len, kv_cache.block_size),
+            kv_cache.block_size,
+            last_block=kv_cache.num_blocks,
+        )
+        self.kv_cache = kv_cache
+        self.rows = Rows(max_num_seqs, max_model_len, tables, model.config.vocab_size)
+        self._model = model
+        self._last_step_id = -1
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Run one step. A row that fails is named in the result; the others are unharmed.
+
+        Raises: InvariantError if a step is missing between this plan and the last, or the plan
+            does not fit the rows. The runner must not be used after that.
+        """
+        started = perf_counter_ns()
+        if plan.step_id != self._last_step_id + 1 and not plan.reset:
+            raise InvariantError(
+                f"step {plan.step_id} follows step {self._last_step_id} without a reset"
+            )
+        self._last_step_id = plan.step_id
+        self.rows.apply(plan)
+        self.kv_cache.copy_blocks(plan.copies)
+        running = self.rows.running()
+        if not len(running):
+            now = perf_counter_ns()
+            return StepResult(
+                plan.step_id,
+                no_int32(),
+                no_int32(),
+                _timing(started, now, now, now),
+                self.rows.failed(),
+            )
+        inputs = build_step_inputs(self.rows, running, self._model.device)
+        prepared = perf_counter_ns()
+        logits = self._compute(inputs)
+        computed = perf_counter_ns()
+        rows, tokens = self._sample(logits, inputs.sampling_rows)
+        return StepResult(
+            step_id=plan.step_id,
+            rows=rows,
+            tokens=tokens,
+            timing=_timing(started, prepared, computed, perf_counter_ns()),
+            row_errors=self.rows.failed(),
+        )
+
+    def _compute(self, inputs: StepInputs) -> torch.Tensor:
+        """Return the logits of the rows that sample. Shape: [S, V]."""
+        hidden = self._model.forward(
+            inputs.token_ids,
+            inputs.positions,
+            self.kv_cache.layers,
+            inputs.slot_mapping,
+            inputs.block_tables,
+            inputs.seq_lens,
+            inputs.query_start_loc,
+        )
+        return self._model.logits(hidden[inputs.last_tokens])
+
+    def _sample(self, logits: torch.Tensor, rows: Int64Array) -> tuple[Int32Array, Int32Array]:
+        """Sample a token for each row and append it. Return the rows that have one, and it."""
+        if not len(rows):
+            return no_int32(), no_int32()
+        tokens, failed = sample(logits, rows, self.rows.num_tokens[rows], self.rows.sampling)
+        if failed.any():
+            self.rows.failures.update(dict.fromkeys(rows[failed].tolist(), _NOT_FINITE))
+            rows, tokens = rows[~failed], tokens[~failed]
+        self.rows.append_tokens(rows, tokens)
+        return rows.astype(np.int32), tokens
+
+
+def _timing(started: int, prepared: int, computed: int, ended: int) -> StepTiming:
+    return StepTiming(
+        prepare_ns=prepared - started,
+        forward_ns=computed - prepared,
+        sample_ns=ended - computed,
+        total_ns=ended - started,
+    )

@@ -1,0 +1,176 @@
+"""The requests a worker runs, as columns: what it knows of each row between steps."""
+
+import numpy as np
+import numpy.typing as npt
+
+from worker_svc.errors import InvariantError
+from worker_svc.runtime.block_tables import BlockTables
+from worker_svc.runtime.step_plan import AdmittedRow, Int32Array, Int64Array, StepPlan
+
+
+class Rows:
+    """One entry per row in every column; `apply` brings them to the next step.
+
+    A row runs in a step if its `num_new_tokens` is not 0. A row that failed stays planned until
+    the scheduler hears of it, but is not run.
+
+    Invariant: for each row that runs, num_computed_tokens + num_new_tokens is at most both
+        num_tokens and the slots of its blocks. `running` proves it.
+    """
+
+    __slots__ = (
+        "_known",
+        "_vocab_size",
+        "block_tables",
+        "failures",
+        "num_computed_tokens",
+        "num_new_tokens",
+        "num_tokens",
+        "sampling",
+        "tokens",
+    )
+
+    def __init__(self, max_rows: int, max_tokens: int, tables: BlockTables, vocab: int) -> None:
+        # The operating system zeroes a page when it is first touched: unused length costs nothing.
+        self.tokens: Int32Array = np.zeros((max_rows, max_tokens), dtype=np.int32)
+        self.num_tokens: Int32Array = np.zeros(max_rows, dtype=np.int32)
+        self.num_computed_tokens: Int32Array = np.zeros(max_rows, dtype=np.int32)
+        self.num_new_tokens: Int32Array = np.zeros(max_rows, dtype=np.int32)
+        self.sampling = SamplingColumns(max_rows)
+        self.block_tables = tables
+        self.failures: dict[int, str] = {}
+        self._known: npt.NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
+        self._vocab_size = vocab
+
+    def apply(self, plan: StepPlan) -> None:
+        """Forget, learn and advance rows as the plan says.
+
+        Raises: InvariantError if the plan names a row that is not there, or does not fit one.
+        """
+        if plan.reset:
+            self._forget(np.flatnonzero(self._known))
+        self._check_known(plan.released_rows, "released")
+        self._forget(plan.released_rows)
+        self._advance()
+        for entry in plan.admitted:
+            self._admit(entry)
+        self._append(plan)
+        self._check_known(plan.exception_rows, "excepted")
+        self.num_computed_tokens[plan.exception_rows] = plan.exception_num_computed_tokens
+        self.num_new_tokens[plan.exception_rows] = plan.exception_num_new_tokens
+
+    def running(self) -> Int64Array:
+        """Return the rows to run in this step, ascending.
+
+        Raises: InvariantError if one has not the tokens or the blocks it would need.
+        """
+        rows = np.flatnonzero(self.num_new_tokens)
+        if self.failures:
+            rows = rows[~np.isin(rows, list(self.failures))]
+        computed, new = self.num_computed_tokens[rows], self.num_new_tokens[rows]
+        ends = computed + new
+        wrong = (computed < 0) | (new < 0) | (ends > self.num_tokens[rows])
+        wrong |= ends > self.block_tables.num_slots(rows)
+        if wrong.any():
+            row = int(rows[np.argmax(wrong)])
+            raise InvariantError(
+                f"row {row} is to run {self.num_new_tokens[row]} tokens behind "
+                f"{self.num_computed_tokens[row]}, but has {self.num_tokens[row]} tokens and "
+                f"{self.block_tables.num_blocks[row]} blocks"
+            )
+        return rows
+
+    def failed(self) -> tuple[tuple[int, str], ...]:
+        """Return the rows that were to run in this step but have failed, with their reasons."""
+        return tuple(
+            (row, message)
+            for row, message in sorted(self.failures.items())
+            if self.num_new_tokens[row]
+        )
+
+    def append_tokens(self, rows: Int64Array, tokens: Int32Array) -> None:
+        """Add one sampled token to each row. Shapes: rows, tokens [S].
+
+        Raises: InvariantError if a row is full.
+        """
+        positions = self.num_tokens[rows]
+        if len(rows) and positions.max() >= self.tokens.shape[1]:
+            raise InvariantError(f"a row has more than {self.tokens.shape[1]} tokens")
+        self.tokens[rows, positions] = tokens
+        self.num_tokens[rows] += 1
+
+    def _forget(self, rows: Int32Array | Int64Array) -> None:
+        self._known[rows] = False
+        self.num_new_tokens[rows] = 0
+        if self.failures:
+            for row in rows.tolist():
+                self.failures.pop(row, None)
+
+    def _advance(self) -> None:
+        """Count the previous step's tokens as computed, and plan one more for each row."""
+        self.num_computed_tokens += self.num_new_tokens
+        np.minimum(self.num_new_tokens, 1, out=self.num_new_tokens)
+
+    def _admit(self, entry: AdmittedRow) -> None:
+        row, count = entry.row, len(entry.tokens)
+        self._check_range(np.array([row], dtype=np.int32))
+        if not 1 <= count <= self.tokens.shape[1]:
+            raise InvariantError(
+                f"row {row} is admitted with {count} tokens, must be 1 to {self.tokens.shape[1]}"
+            )
+        if len(entry.block_tables) != 1:
+            raise InvariantError(f"row {row} has {len(entry.block_tables)} block tables, not 1")
+        self._known[row] = True
+        self.tokens[row, :count] = entry.tokens
+        self.num_tokens[row] = count
+        self.num_computed_tokens[row] = entry.num_computed_tokens
+        self.num_new_tokens[row] = entry.num_new_tokens
+        self.block_tables.replace(row, entry.block_tables[0])
+        self.sampling.write(row, entry)
+        self.failures.pop(row, None)
+        if not (entry.tokens.min() >= 0 and entry.tokens.max() < self._vocab_size):
+            self.failures[row] = f"a token id is not in 0 to {self._vocab_size - 1}"
+
+    def _append(self, plan: StepPlan) -> None:
+        if len(plan.appended) > 1:
+            raise InvariantError(f"{len(plan.appended)} KV groups gain blocks, there is 1")
+        for rows, blocks in plan.appended:
+            self._check_known(rows, "given blocks")
+            self.block_tables.append(rows, blocks)
+
+    def _check_known(self, rows: Int32Array, what: str) -> None:
+        self._check_range(rows)
+        if not self._known[rows].all():
+            row = int(rows[np.argmin(self._known[rows])])
+            raise InvariantError(f"row {row} is {what}, but was never admitted")
+
+    def _check_range(self, rows: Int32Array) -> None:
+        if len(rows) and not (rows.min() >= 0 and rows.max() < len(self._known)):
+            raise InvariantError(
+                f"rows {rows.min()} to {rows.max()} are named, there are 0 to "
+                f"{len(self._known) - 1}"
+            )
+
+
+class SamplingColumns:
+    """How each row's tokens are chosen: SamplingParams, turned by 90 degrees."""
+
+    __slots__ = ("min_p", "seed", "sequence_index", "temperature", "top_k", "top_p")
+
+    def __init__(self, max_rows: int) -> None:
+        self.temperature = np.zeros(max_rows, dtype=np.float64)
+        self.top_k = np.zeros(max_rows, dtype=np.int64)
+        self.top_p = np.ones(max_rows, dtype=np.float64)
+        self.min_p = np.zeros(max_rows, dtype=np.float64)
+        self.seed = np.zeros(max_rows, dtype=np.uint64)
+        self.sequence_index = np.zeros(max_rows, dtype=np.int64)
+
+    def write(self, row: int, entry: AdmittedRow) -> None:
+        """Replace what is known of one row."""
+        params = entry.sampling
+        self.temperature[row] = params.temperature
+        self.top_k[row] = params.top_k
+        self.top_p[row] = params.top_p
+        self.min_p[row] = params.min_p
+        self.seed[row] = params.seed
+        self.sequence_index[row] = entry.sequence_index

@@ -1,0 +1,134 @@
+"""From a loaded model and a worker's limits to a runner, and a report of its memory."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from worker_svc.errors import ConfigError
+from worker_svc.model.llama import Llama
+from worker_svc.model.weights import LoadedModel
+from worker_svc.runtime.kv_cache import KVCache, block_bytes
+from worker_svc.runtime.memory_budget import (
+    MemoryReport,
+    blocks_for,
+    cpu_cache_bytes,
+    cuda_cache_bytes,
+    num_blocks_that_fit,
+)
+from worker_svc.runtime.model_runner import ModelRunner
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerLimits:
+    """What a worker may use. Validated on construction."""
+
+    block_size: int = 16
+    """Tokens per block. A power of two."""
+
+    max_num_seqs: int = 256
+    """Most rows in one step."""
+
+    max_num_batched_tokens: int = 2048
+    """Most tokens in one step."""
+
+    max_model_len: int | None = None
+    """Most tokens of one request. None: as many as the model was made for."""
+
+    kv_cache_memory_bytes: int | None = None
+    """Bytes for the cache. None: measured."""
+
+    num_gpu_blocks_override: int | None = None
+    """Usable blocks, whatever was measured. None: as many as fit."""
+
+    gpu_memory_utilization: float = 0.92
+    """Part of a GPU's memory to use, in all. Means nothing on a CPU."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError, naming the field, its value and its bound."""
+        if self.block_size.bit_count() != 1 or self.block_size < 1:
+            raise ConfigError(f"block_size is {self.block_size}, must be a power of two")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization is {self.gpu_memory_utilization}, must be above 0 "
+                "and at most 1"
+            )
+        for name in (
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_model_len",
+            "kv_cache_memory_bytes",
+            "num_gpu_blocks_override",
+        ):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} is {value}, must be at least 1")
+
+
+def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner, MemoryReport]:
+    """Give a loaded model an empty cache, and return what runs it.
+
+    The memory of an older runner counts as taken as long as there is a reference to it.
+
+    Raises: ConfigError if a limit does not fit the model or the memory.
+    """
+    model, config = loaded.model, loaded.model.config
+    max_model_len = limits.max_model_len or config.max_position_embeddings
+    if max_model_len > config.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, must be at most "
+            f"{config.max_position_embeddings}, for which the model was made"
+        )
+    bytes_of_block = block_bytes(config, limits.block_size, model.dtype)
+    num_blocks = limits.num_gpu_blocks_override
+    if num_blocks is None:
+        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(model, limits)
+        num_blocks = num_blocks_that_fit(
+            cache_bytes, bytes_of_block, limits.block_size, max_model_len
+        )
+    cache = KVCache(config, num_blocks, limits.block_size, model.dtype, model.device)
+    runner = ModelRunner(
+        model, cache, max_num_seqs=limits.max_num_seqs, max_model_len=max_model_len
+    )
+    report = MemoryReport(
+        weight_bytes=loaded.weight_bytes,
+        load_seconds=loaded.load_seconds,
+        num_blocks=num_blocks,
+        block_size=limits.block_size,
+        block_bytes=bytes_of_block,
+        max_model_len=max_model_len,
+    )
+    return runner, report
+
+
+def _measure_cache_bytes(model: Llama, limits: RunnerLimits) -> int:
+    if model.device.type == "cpu":
+        return cpu_cache_bytes()
+    return cuda_cache_bytes(
+        model.device, limits.gpu_memory_utilization, lambda: run_largest_step(model, limits)
+    )
+
+
+def run_largest_step(model: Llama, limits: RunnerLimits) -> None:
+    """Run a step of as many rows and tokens as there may be, for its peak of memory.
+
+    It writes nothing, and all rows read the same one block: the tokens' own memory is what
+    counts.
+    """
+    num_rows = min(limits.max_num_seqs, limits.max_num_batched_tokens)
+    counts = np.ones(num_rows, dtype=np.int32)
+    counts[0] = limits.max_num_batched_tokens - num_rows + 1
+    width = blocks_for(int(counts[0]), limits.block_size)
+    starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
+    cache = KVCache(model.config, 1, limits.block_size, model.dtype, model.device)
+    num_tokens, device = int(starts[-1]), model.device
+    hidden = model.forward(
+        token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
+        kv_caches=cache.layers,
+        slot_mapping=torch.full((num_tokens,), -1, device=device),
+        block_tables=torch.ones((num_rows, width), dtype=torch.int32, device=device),
+        seq_lens=torch.from_numpy(counts).to(device),
+        query_start_loc=torch.from_numpy(starts).to(device),
+    )
+    model.logits(hidden[:num_rows])

@@ -1,0 +1,155 @@
+"""What a step asks of a worker, and what it answers: the worker's own view, as numpy columns."""
+
+from dataclasses import dataclass
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array: TypeAlias = npt.NDArray[np.int32]
+Int64Array: TypeAlias = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one row's tokens are chosen from its logits."""
+
+    temperature: float = 0.0
+    """Divides the logits. 0 takes the most likely token."""
+
+    top_k: int = 0
+    """Keep this many of the most likely tokens. 0 keeps all."""
+
+    top_p: float = 1.0
+    """Keep the fewest most likely tokens that have this much probability. 1 keeps all."""
+
+    min_p: float = 0.0
+    """Keep tokens at least this probable, relative to the most likely one. 0 keeps all."""
+
+    seed: int = 0
+    """Unsigned 64 bits. With the sequence index and a token's position it fixes the draw."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class AdmittedRow:
+    """Everything a worker needs to run a row it does not know."""
+
+    row: int
+    """Place in the worker's columns. Whatever was there is replaced."""
+
+    request_id: str
+    """For logs and traces only."""
+
+    tokens: Int32Array
+    """[num_tokens] Prompt and, for a resumed request, its output so far."""
+
+    num_prompt_tokens: int
+    """How many of the tokens are the prompt."""
+
+    num_computed_tokens: int
+    """Tokens whose keys and values are in the cache already."""
+
+    num_new_tokens: int
+    """Tokens to run in this step. 0 admits the row without running it."""
+
+    block_tables: tuple[Int32Array, ...]
+    """Per KV group, the ids of the row's blocks, in order."""
+
+    sampling: SamplingParams
+
+    sequence_index: int = 0
+    """Which of a request's sequences this is. Distinguishes their draws."""
+
+
+class AppendedBlocks(NamedTuple):
+    """Blocks that rows gain in one KV group: entry i puts `blocks[i]` behind those of `rows[i]`.
+
+    A row that gains several has as many entries, in order.
+    """
+
+    rows: Int32Array
+    blocks: Int32Array
+
+
+class BlockCopies(NamedTuple):
+    """Blocks to copy before the forward pass. No block is dst twice, nor both src and dst."""
+
+    src: Int32Array
+    dst: Int32Array
+
+
+def no_int32() -> Int32Array:
+    """Return an empty column."""
+    return np.empty(0, dtype=np.int32)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepPlan:
+    """The work of one step, as differences to the step before.
+
+    The worker forgets (`reset`, `released_rows`), learns (`admitted`, `appended`), copies,
+    and advances: a row that ran in the previous plan has its new tokens computed and runs
+    one more, except where an exception says otherwise.
+    """
+
+    step_id: int
+    """The previous plan's id + 1, or any id with `reset`."""
+
+    reset: bool
+    """Forget all rows first."""
+
+    released_rows: Int32Array
+    """Rows to forget."""
+
+    admitted: tuple[AdmittedRow, ...]
+    """Rows to learn in full."""
+
+    appended: tuple[AppendedBlocks, ...]
+    """Per KV group, the blocks that rows gain. May be empty: no row gains any."""
+
+    copies: BlockCopies
+
+    exception_rows: Int32Array
+    """[E] Rows that do not advance by one token."""
+
+    exception_num_computed_tokens: Int32Array
+    """[E] Their computed tokens, before this step."""
+
+    exception_num_new_tokens: Int32Array
+    """[E] Their new tokens. 0: the row stays, but does not run."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepTiming:
+    """Where a step's time went, in nanoseconds. The parts sum to less than the total."""
+
+    prepare_ns: int
+    """Plan to tensors."""
+
+    forward_ns: int
+    """Tensors to logits."""
+
+    sample_ns: int
+    """Logits to tokens."""
+
+    total_ns: int
+    """The whole step."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepResult:
+    """What a step brought."""
+
+    step_id: int
+    """The plan's id."""
+
+    rows: Int32Array
+    """[S] The rows that sampled, ascending."""
+
+    tokens: Int32Array
+    """[S] What they sampled."""
+
+    timing: StepTiming
+
+    row_errors: tuple[tuple[int, str], ...]
+    """Rows that were to run and have failed, each with its reason. They sample nothing more."""

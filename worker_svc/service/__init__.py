@@ -1,0 +1,1 @@
+"""The worker's shell: it dials the scheduler, takes step plans, answers, and says it is alive."""

@@ -1,0 +1,108 @@
+"""The model of a path on a device of this machine, as the shell wants it."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from pagemill.v1 import worker_pb2
+from worker_svc.errors import ConfigError, InvariantError
+from worker_svc.model.fingerprint import model_fingerprint
+from worker_svc.model.model_config import read_model_config
+from worker_svc.model.weights import LoadedModel, load_model
+from worker_svc.runtime.memory_budget import MemoryReport
+from worker_svc.runtime.model_runner import ModelRunner
+from worker_svc.runtime.start_up import RunnerLimits, make_runner
+from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.model_host import CacheLimits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSettings:
+    """What the operator says of model, device and memory; see WorkerSettings."""
+
+    model_path: str
+    device: str
+    dtype: str
+    kv_cache_dtype: str
+    kv_cache_memory_bytes: int | None
+    gpu_memory_utilization: float
+    num_gpu_blocks_override: int | None
+
+
+class LocalModel:
+    """A ModelHost over `worker_svc.runtime`."""
+
+    def __init__(self, settings: LocalSettings) -> None:
+        """Read what is known without loading.
+
+        Raises: ConfigError if there is no such model or device, or the types do not go together.
+        """
+        self._settings = settings
+        self._path = Path(settings.model_path)
+        if not self._path.exists():
+            raise ConfigError(f"model_path is {settings.model_path!r}, where nothing is")
+        self._torch_device = choose_device(settings.device)
+        self._dtype = choose_dtype(settings.dtype, self._torch_device)
+        dtype_name = str(self._dtype).removeprefix("torch.")
+        if settings.kv_cache_dtype not in {"auto", dtype_name}:
+            raise ConfigError(
+                f"kv_cache_dtype is {settings.kv_cache_dtype!r}, must be 'auto' or the dtype "
+                f"({dtype_name!r})"
+            )
+        config = read_model_config(self._path)
+        self._loaded: LoadedModel | None = None
+        self.device = describe_device(self._torch_device)
+        self.model = worker_pb2.ModelFacts(
+            fingerprint=model_fingerprint(self._path),
+            architecture=config.architecture,
+            vocab_size=config.vocab_size,
+            dtype=dtype_name,
+            kv_dtype=dtype_name,
+            max_position_embeddings=config.max_position_embeddings,
+            kv_groups=[
+                worker_pb2.KvGroup(
+                    num_layers=config.num_layers,
+                    num_kv_heads=config.num_kv_heads,
+                    head_dim=config.head_dim,
+                )
+            ],
+        )
+
+    def load(self) -> None:
+        """Read the weights, unless they are in memory.
+
+        Raises: ConfigError, as ModelError, if the files are damaged.
+        """
+        if self._loaded is None:
+            self._loaded = load_model(self._path, self._dtype, self._torch_device)
+
+    def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:
+        """Measure memory and make an empty cache.
+
+        Raises: ConfigError if a limit does not fit the model or the memory; InvariantError
+            before `load`.
+        """
+        if self._loaded is None:
+            raise InvariantError("a runner is wanted before the model is loaded")
+        settings = self._settings
+        runner_limits = RunnerLimits(
+            block_size=limits.block_size,
+            max_num_seqs=limits.max_num_seqs,
+            max_num_batched_tokens=limits.max_num_batched_tokens,
+            max_model_len=limits.max_model_len,
+            kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
+            num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
+            gpu_memory_utilization=settings.gpu_memory_utilization,
+        )
+        return make_runner(self._loaded, runner_limits)
+
+
+def set_threads(num_threads: int | None) -> None:
+    """Use so many threads for one CPU operation, and one for running operations side by side.
+
+    Called once, before torch computes anything. None: as many as torch finds cores.
+    """
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    torch.set_num_interop_threads(1)

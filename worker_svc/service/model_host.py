@@ -1,0 +1,64 @@
+"""What the shell needs of a model: its facts before it is loaded, and something to run steps on."""
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from pagemill.v1 import worker_pb2
+from worker_svc.runtime.memory_budget import MemoryReport
+from worker_svc.runtime.step_plan import StepPlan, StepResult
+
+
+@dataclass(frozen=True, slots=True)
+class CacheLimits:
+    """What the scheduler asks of a worker's rows and KV cache."""
+
+    block_size: int
+    """Tokens in a block."""
+
+    max_num_seqs: int
+    """Rows."""
+
+    max_num_batched_tokens: int
+    """Most tokens in a step."""
+
+    max_model_len: int
+    """Most tokens of a row."""
+
+    num_blocks_override: int
+    """Usable blocks to hold. 0: as the worker's own settings say, or memory allows."""
+
+
+class StepRunner(Protocol):
+    """A loaded model with rows and a KV cache."""
+
+    def run(self, plan: StepPlan) -> StepResult:
+        """Apply the plan to the rows, and run them."""
+        ...
+
+
+class ModelHost(Protocol):
+    """A model on a device."""
+
+    @property
+    def model(self) -> worker_pb2.ModelFacts:
+        """What will be loaded."""
+        ...
+
+    @property
+    def device(self) -> worker_pb2.Device:
+        """Where it will run. A CPU's uuid is empty."""
+        ...
+
+    def load(self) -> None:
+        """Read the weights, unless they are in memory.
+
+        Raises: ConfigError if the model cannot be loaded.
+        """
+        ...
+
+    def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
+        """Measure memory and make an empty cache. The caller has dropped an earlier runner.
+
+        Raises: ConfigError if the device has no room for one row of the greatest length.
+        """
+        ...

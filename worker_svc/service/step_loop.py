@@ -1,0 +1,71 @@
+"""The worker's life between two joins: plans in, steps run, results out."""
+
+import time
+
+from pagemill.v1 import worker_pb2
+from worker_svc.errors import InvariantError
+from worker_svc.service import wire
+from worker_svc.service.logs import Logger
+from worker_svc.service.model_host import StepRunner
+from worker_svc.service.plan_order import PlanOrder
+from worker_svc.service.refused_rows import RefusedRows
+from worker_svc.service.shutdown import Shutdown
+from worker_svc.service.step_stream import StepStream
+from worker_svc.service.worker_status import Phase, WorkerStatus
+
+
+class StepLoop:
+    """Runs the plans of one stream, in the thread that calls `run`."""
+
+    def __init__(
+        self, runner: StepRunner, status: WorkerStatus, shutdown: Shutdown, log: Logger
+    ) -> None:
+        self._runner = runner
+        self._status = status
+        self._shutdown = shutdown
+        self._log = log
+        self._order = PlanOrder()
+        self._refused = RefusedRows()
+
+    def run(self, stream: StepStream) -> None:
+        """Run plans until the scheduler or the process is asked to stop.
+
+        Raises: StreamLostError or RefusedError as the stream does; InvariantError if a plan
+            breaks the order; whatever a step raises.
+        """
+        with self._shutdown.waking(stream.wake):
+            # Without a deadline: an idle scheduler sends nothing, and a lost one ends the stream.
+            while not self._shutdown.asked:
+                match stream.receive(timeout_s=None):
+                    case wire.ReceivedPlan() as received:
+                        stream.send_result(self._step(received))
+                    case worker_pb2.StopWorker():
+                        self._log.info("the scheduler stops this worker")
+                        break
+                    case worker_pb2.JoinAck():
+                        raise InvariantError("a second acknowledgement came")
+        self._status.enter(Phase.STOPPING)
+
+    def _step(self, received: wire.ReceivedPlan) -> worker_pb2.StepResult:
+        begin_ns = time.monotonic_ns()
+        plan = received.plan
+        self._order.check(plan.step_id, received.epoch, reset=plan.reset)
+        self._status.begin_step(plan.step_id, begin_ns)
+        self._refused.follow(plan, received.refusals)
+        result = self._refused.strike(self._runner.run(plan), received.refusals)
+        end_ns = time.monotonic_ns()
+        self._status.end_step(end_ns - begin_ns)
+
+        message = wire.write_result(result, received.epoch)
+        message.timing.wait_ns = begin_ns - received.arrived_ns - received.decode_ns
+        message.timing.codec_ns = received.decode_ns + time.monotonic_ns() - end_ns
+        for row, reason in result.row_errors:
+            self._log.warning("row failed", step_id=plan.step_id, row=row, reason=reason)
+        self._log.debug(
+            "step",
+            step_id=plan.step_id,
+            admitted=[row.request_id for row in plan.admitted],
+            num_sampled=len(result.tokens),
+            ms=round((end_ns - begin_ns) / 1e6, 3),
+        )
+        return message

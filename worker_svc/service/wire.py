@@ -1,0 +1,209 @@
+"""Messages of the worker stream to step plans, and step results to messages.
+
+The only place that packs or reads columns. A column is little-endian int32 in `bytes`; reading
+one makes a read-only view, not a copy.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from pagemill.v1 import worker_pb2
+from worker_svc.errors import InvariantError
+from worker_svc.runtime.step_plan import (
+    AdmittedRow,
+    AppendedBlocks,
+    BlockCopies,
+    Int32Array,
+    SamplingParams,
+    StepPlan,
+    StepResult,
+)
+
+INT32 = np.dtype("<i4")
+
+MAX_KV_GROUPS = 64
+"""More than any model has: a bound on what one number in a message can make us allocate."""
+
+PLAN_FEATURES_NOT_SERVED = ("forked", "transfers", "drafts", "adapter_changes")
+"""Fields that change what later steps mean: a plan that uses one cannot be answered."""
+
+KV_FEATURES_NOT_SERVED = ("embeddings", "adapter")
+"""Fields of a row that change its keys and values: the plan cannot be answered either."""
+
+ROW_FEATURES_NOT_SERVED: dict[str, Callable[[worker_pb2.AdmittedRow], bool]] = {
+    "num_samples": lambda row: row.num_samples > 1,
+    "num_candidates": lambda row: row.num_candidates > 0,
+    "prompt_logprobs": lambda row: row.HasField("prompt_logprobs"),
+    "guide_json": lambda row: bool(row.guide_json),
+    "pooled": lambda row: row.pooled,
+    "logprobs": lambda row: row.logprobs,
+    "presence_penalty": lambda row: row.sampling.presence_penalty != 0,
+    "frequency_penalty": lambda row: row.sampling.frequency_penalty != 0,
+    "repetition_penalty": lambda row: row.sampling.repetition_penalty not in {0.0, 1.0},
+    "min_tokens": lambda row: row.sampling.min_tokens > 0,
+    "bias_token_ids": lambda row: bool(row.sampling.bias_token_ids),
+    "allowed_token_ids": lambda row: bool(row.sampling.allowed_token_ids),
+    "bad_words": lambda row: bool(row.sampling.bad_words),
+}
+"""Fields that change what one row gives, and whether a row uses them: that row alone fails."""
+
+
+@dataclass(frozen=True, slots=True)
+class Epoch:
+    """A group's incarnation."""
+
+    incarnation: int
+    """The scheduler's, random."""
+
+    number: int
+    """Raised each time the whole group has joined."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReceivedPlan:
+    """A step plan as it came off the stream."""
+
+    plan: StepPlan
+
+    epoch: Epoch
+    """The incarnation it is for. The result echoes it."""
+
+    refusals: tuple[tuple[int, str], ...]
+    """Admitted rows that ask for what is not served, each with its reason."""
+
+    arrived_ns: int
+    """When it arrived, on the monotonic clock."""
+
+    decode_ns: int
+    """Nanoseconds that reading it took."""
+
+
+def read_plan(message: worker_pb2.StepPlan) -> StepPlan:
+    """Return the plan of a message.
+
+    Raises: InvariantError if columns do not fit together, or the plan as a whole uses a feature
+        that is not served.
+    """
+    for feature in PLAN_FEATURES_NOT_SERVED:
+        if getattr(message, feature):
+            raise InvariantError(f"plan uses {feature}, which this worker does not serve")
+    exceptions = _columns(
+        exception_rows=message.exception_rows,
+        exception_num_computed_tokens=message.exception_num_computed_tokens,
+        exception_num_new_tokens=message.exception_num_new_tokens,
+    )
+    copies = _columns(
+        copy_sources=message.copy_sources, copy_destinations=message.copy_destinations
+    )
+    return StepPlan(
+        step_id=message.step_id,
+        reset=message.reset,
+        released_rows=_column("released_rows", message.released_rows),
+        admitted=tuple(_read_admitted(row) for row in message.admitted),
+        appended=_read_appended(message),
+        copies=BlockCopies(*copies),
+        exception_rows=exceptions[0],
+        exception_num_computed_tokens=exceptions[1],
+        exception_num_new_tokens=exceptions[2],
+    )
+
+
+def read_refusals(message: worker_pb2.StepPlan) -> tuple[tuple[int, str], ...]:
+    """Return the admitted rows that ask for what is not served, each with its reason."""
+    return tuple(
+        (row.row, f"{feature} is asked for, which this worker does not serve")
+        for row in message.admitted
+        if (feature := _first_not_served(row)) is not None
+    )
+
+
+def read_epoch(message: worker_pb2.StepPlan) -> Epoch:
+    """Return the incarnation a plan is for."""
+    return Epoch(message.epoch.incarnation, message.epoch.number)
+
+
+def write_result(result: StepResult, epoch: Epoch) -> worker_pb2.StepResult:
+    """Return the message of a result, but for what the shell alone knows of its timing.
+
+    `rows` stays empty: every row that sampled has one token.
+    """
+    timing = result.timing
+    return worker_pb2.StepResult(
+        step_id=result.step_id,
+        epoch=worker_pb2.Epoch(incarnation=epoch.incarnation, number=epoch.number),
+        tokens=pack(result.tokens),
+        errors=[worker_pb2.RowError(row=row, reason=reason) for row, reason in result.row_errors],
+        timing=worker_pb2.StepTiming(
+            prepare_ns=timing.prepare_ns,
+            forward_ns=timing.forward_ns,
+            sample_ns=timing.sample_ns,
+            execute_ns=timing.total_ns,
+        ),
+    )
+
+
+def pack(column: Int32Array) -> bytes:
+    """Return a column as it travels."""
+    return column.astype(INT32, copy=False).tobytes()
+
+
+def _column(name: str, packed: bytes) -> Int32Array:
+    if len(packed) % INT32.itemsize:
+        raise InvariantError(f"{name} has {len(packed)} bytes, must be a multiple of 4")
+    return np.frombuffer(packed, dtype=INT32)
+
+
+def _columns(**packed: bytes) -> tuple[Int32Array, ...]:
+    """Read columns of one table, which must be equally long."""
+    columns = tuple(_column(name, column) for name, column in packed.items())
+    if len({len(column) for column in columns}) > 1:
+        lengths = ", ".join(
+            f"{name} {len(column)}" for name, column in zip(packed, columns, strict=True)
+        )
+        raise InvariantError(f"columns must have one length, not {lengths}")
+    return columns
+
+
+def _read_admitted(row: worker_pb2.AdmittedRow) -> AdmittedRow:
+    for feature in KV_FEATURES_NOT_SERVED:
+        if getattr(row, feature):
+            raise InvariantError(f"row {row.row} uses {feature}, which this worker does not serve")
+    sampling = row.sampling
+    return AdmittedRow(
+        row=row.row,
+        request_id=row.request_id,
+        tokens=_column("tokens", row.tokens),
+        num_prompt_tokens=row.num_prompt_tokens,
+        num_computed_tokens=row.num_computed_tokens,
+        num_new_tokens=row.num_new_tokens,
+        block_tables=tuple(_column("block_tables", table) for table in row.block_tables),
+        sampling=SamplingParams(
+            temperature=sampling.temperature,
+            top_k=sampling.top_k,
+            top_p=sampling.top_p,
+            min_p=sampling.min_p,
+            seed=sampling.seed,
+        ),
+        sequence_index=row.sequence_index,
+    )
+
+
+def _read_appended(message: worker_pb2.StepPlan) -> tuple[AppendedBlocks, ...]:
+    """Return one entry per KV group up to the last that gains blocks."""
+    groups: list[AppendedBlocks] = []
+    nothing = AppendedBlocks(np.empty(0, INT32), np.empty(0, INT32))
+    for entry in message.appended:
+        if not len(groups) <= entry.group < MAX_KV_GROUPS:
+            raise InvariantError(
+                f"appended group {entry.group}, must be at least {len(groups)} (ascending) "
+                f"and below {MAX_KV_GROUPS}"
+            )
+        groups += [nothing] * (entry.group - len(groups))
+        groups.append(AppendedBlocks(*_columns(rows=entry.rows, blocks=entry.blocks)))
+    return tuple(groups)
+
+
+def _first_not_served(row: worker_pb2.AdmittedRow) -> str | None:
+    return next((name for name, used in ROW_FEATURES_NOT_SERVED.items() if used(row)), None)

@@ -1,0 +1,177 @@
+"""The worker: joins, loads its model once, runs steps, and joins again when the stream is lost."""
+
+import contextlib
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from pagemill.v1 import worker_pb2
+from worker_svc.errors import ConfigError, InvariantError
+from worker_svc.runtime.memory_budget import MemoryReport, startup_lines
+from worker_svc.service.backoff import LONGEST_DELAY_S, Backoff
+from worker_svc.service.exit_status import ExitStatus
+from worker_svc.service.heartbeat import HeartbeatThread
+from worker_svc.service.joining import Assignment, make_hello, read_assignment
+from worker_svc.service.logs import Logger
+from worker_svc.service.model_host import CacheLimits, ModelHost, StepRunner
+from worker_svc.service.shutdown import Shutdown
+from worker_svc.service.step_loop import StepLoop
+from worker_svc.service.step_stream import RefusedError, StepStream, StreamLostError
+from worker_svc.service.worker_status import Phase, WorkerStatus
+
+ACK_DEADLINE_S: Final = 30.0
+"""For the connection and the scheduler's first message."""
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSettings:
+    """Where and how to join."""
+
+    address: str
+    """HOST:PORT or unix:PATH."""
+
+    secret: str
+    """Shared with the scheduler. Empty: none."""
+
+    timeout_s: float
+    """Seconds without a scheduler after which to give up. 0: never."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Cache:
+    """A runner with its cache, and what it was made for."""
+
+    limits: CacheLimits
+    runner: StepRunner
+    report: MemoryReport
+
+
+class Worker:
+    """One process's worth of a worker.
+
+    Model, rows and KV cache outlive a lost stream; the boot id, the same on return, tells the
+    scheduler so. A scheduler that asks for other limits on return needs another cache: the
+    worker drops the one it has, takes a new boot id and joins as a new process would, but for
+    the model it has loaded. So nobody counts on content that is gone.
+    """
+
+    def __init__(
+        self,
+        host: ModelHost,
+        settings: JoinSettings,
+        shutdown: Shutdown,
+        log: Logger,
+        exit_now: Callable[[], None],
+    ) -> None:
+        """Call `exit_now` when asked to stop while the model loads: there is no step to finish."""
+        self._host = host
+        self._settings = settings
+        self._shutdown = shutdown
+        self._log = log
+        self._exit_now = exit_now
+        self._status = WorkerStatus()
+        self._backoff = Backoff(secrets.SystemRandom().random)
+        self._boot_id = secrets.randbits(64)
+        self._cache: _Cache | None = None
+        self._last_joined_s = time.monotonic()
+
+    def run(self) -> ExitStatus:
+        """Serve until asked to stop, refused, or broken. Returns which."""
+        while not self._shutdown.asked:
+            try:
+                ended = self._serve_one_stream()
+            except RefusedError as error:
+                self._log.error("refused by the scheduler", reason=str(error))
+                return ExitStatus.REFUSED
+            except StreamLostError as error:
+                ended = self._wait_to_dial(str(error))
+            if ended is not None:
+                return ended
+        return ExitStatus.STOPPED
+
+    def _wait_to_dial(self, reason: str) -> ExitStatus | None:
+        alone_s = time.monotonic() - self._last_joined_s
+        if 0 < self._settings.timeout_s < alone_s:
+            self._log.error("no scheduler", reason=reason, seconds=round(alone_s, 1))
+            return ExitStatus.NO_SCHEDULER
+        delay_s = self._backoff.next_delay_s()
+        self._log.warning("no scheduler", reason=reason, retry_in_s=round(delay_s, 2))
+        self._shutdown.wait(delay_s)
+        return None
+
+    def _serve_one_stream(self) -> ExitStatus | None:
+        """Dial, and serve until the stream ends. None: dial again."""
+        hello = make_hello(self._host, self._boot_id, self._settings.secret)
+        with StepStream(self._settings.address, hello) as stream:
+            try:
+                return self._serve(stream, hello)
+            except (StreamLostError, RefusedError):
+                raise
+            except ConfigError as error:
+                self._log.error("impossible", reason=str(error))
+                return _end(stream, str(error), ExitStatus.IMPOSSIBLE)
+            except Exception as error:  # noqa: BLE001 the outermost frame of a worker's work
+                self._log.error("failed", exc_info=error)
+                return _end(stream, f"{type(error).__name__}: {error}", ExitStatus.FAILED)
+
+    def _serve(self, stream: StepStream, hello: worker_pb2.WorkerHello) -> ExitStatus | None:
+        with self._shutdown.waking(stream.wake):
+            first = stream.receive(ACK_DEADLINE_S)
+        if first is None or isinstance(first, worker_pb2.StopWorker):
+            return ExitStatus.STOPPED
+        if not isinstance(first, worker_pb2.JoinAck):
+            raise InvariantError(f"a {type(first).__name__} came before the acknowledgement")
+        assignment = read_assignment(first, hello)
+        if self._cache is not None and self._cache.limits != assignment.limits:
+            self._log.warning(
+                "other limits than before: the cache is dropped",
+                old=self._cache.limits,
+                new=assignment.limits,
+            )
+            self._cache = None
+            self._boot_id = secrets.randbits(64)
+            return None
+        with HeartbeatThread(self._status, stream.send_heartbeat, assignment.heartbeat_s):
+            cache = self._prepare(assignment)
+            stream.send_ready(
+                worker_pb2.WorkerReady(
+                    num_blocks=cache.report.num_blocks,
+                    block_bytes=cache.report.block_bytes,
+                    weight_bytes=cache.report.weight_bytes,
+                    load_s=cache.report.load_seconds,
+                )
+            )
+            self._log.info("joined", group=assignment.group, boot_id=f"{self._boot_id:016x}")
+            joined_s = time.monotonic()
+            try:
+                StepLoop(cache.runner, self._status, self._shutdown, self._log).run(stream)
+            finally:
+                self._last_joined_s = time.monotonic()
+                # A scheduler that takes us and drops us at once must not be dialled in a loop.
+                if self._last_joined_s - joined_s > LONGEST_DELAY_S:
+                    self._backoff.reset()
+        return ExitStatus.STOPPED
+
+    def _prepare(self, assignment: Assignment) -> _Cache:
+        """Return the runner, made now if there is none."""
+        if self._cache is None:
+            with self._shutdown.waking(self._exit_now):
+                self._status.enter(Phase.LOADING)
+                self._host.load()
+                self._status.enter(Phase.SIZING)
+                runner, report = self._host.make_runner(assignment.limits)
+            for line in startup_lines(report):
+                self._log.info(line)
+            self._cache = _Cache(assignment.limits, runner, report)
+        self._status.enter(Phase.IDLE)
+        return self._cache
+
+
+def _end(stream: StepStream, reason: str, status: ExitStatus) -> ExitStatus:
+    """Tell the scheduler why the worker ends, if it can still be told, and return the status."""
+    sentence = " ".join(reason.split())
+    with contextlib.suppress(StreamLostError):
+        stream.send_failure(sentence, permanent=status is ExitStatus.IMPOSSIBLE)
+    return status
