@@ -54,7 +54,14 @@ def _names_are_not_empty(names: list[str]) -> list[str]:
     return names
 
 
+def _tcp_address(text: str) -> str:
+    if text.startswith("unix:"):
+        raise ValueError("must be HOST:PORT; the page has no Unix socket")
+    return _address(text)
+
+
 Address = Annotated[str, AfterValidator(_address)]
+TcpAddress = Annotated[str, AfterValidator(_tcp_address)]
 
 
 class SchedulerSettings(BaseSettings):
@@ -90,7 +97,7 @@ class SchedulerSettings(BaseSettings):
     worker_listen: Address = "127.0.0.1:50052"
     """Where workers dial in: HOST:PORT or unix:PATH. Not for the public."""
 
-    metrics_listen: Address | None = None
+    metrics_listen: TcpAddress | None = None
     """HOST:PORT of the Prometheus page. Unset: no page."""
 
     join_secret: SecretStr = SecretStr("")

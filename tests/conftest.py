@@ -1,7 +1,8 @@
 """What all tests share: one thread per process, the demo model, and what a skip means in CI."""
 
 import os
-from collections.abc import Generator
+import tempfile
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,16 @@ def demo_gguf() -> Path:
     from pagemill.cli.model_source import demo_model
 
     return demo_model()
+
+
+@pytest.fixture
+def socket_path() -> Iterator[Path]:
+    """Path of a Unix socket nobody listens on.
+
+    Not below `tmp_path`: a socket's path has at most 107 bytes, and 103 on a Mac.
+    """
+    with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
+        yield Path(folder) / "socket"
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -92,6 +92,7 @@ class FakeStream:
 
     def finish(self, num_output_tokens: int) -> None:
         """End the output after so many tokens."""
+        self._door.cuts.append(num_output_tokens)
         if self._finish is None:
             self._num_output_tokens = num_output_tokens
             self._finish = self._end(FinishReason.STOP)
@@ -131,6 +132,7 @@ class FakeDoor:
         self.num_cached_tokens = 0
         self.preemption_times_ns: list[int] = []
         self.submissions: list[Submission] = []
+        self.cuts: list[int] = []
         self.num_left = 0
         self.live: dict[str, FakeStream] = {}
         self.num_steps = 0

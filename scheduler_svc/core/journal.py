@@ -75,10 +75,10 @@ class Journal:
         """Remove and return the oldest step. There must be one."""
         return self._steps.popleft()
 
-    def note_published(self, row: int, block: BlockId) -> None:
-        """Record a name that rests on the newest step, if any is in flight."""
+    def note_published(self, published: list[tuple[int, BlockId]]) -> None:
+        """Record names that rest on the newest step, if any is in flight."""
         if self._steps:
-            self._steps[-1].published.append((row, block))
+            self._steps[-1].published += published
 
     def adopt(self, request: Request, row: int, generation: int) -> int:
         """Let a preempted request have what its row still samples; return how many tokens."""

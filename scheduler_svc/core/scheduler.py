@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import BlockHash, hash_full_blocks
+from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.counters import Counters
 from scheduler_svc.core.errors import (
@@ -15,9 +15,10 @@ from scheduler_svc.core.errors import (
     NeverFitsError,
     QueueFullError,
 )
-from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.journal import FlyingStep, Journal
+from scheduler_svc.core.length_limit import length_limit
 from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_draft import StepDraft
@@ -42,13 +43,14 @@ class Scheduler:
     def __init__(self, limits: Limits, *, enable_prefix_caching: bool = True) -> None:
         self.limits = limits
         self.counters = Counters()
-        self._caching = enable_prefix_caching
         self._rows = Rows(limits.max_num_seqs, limits.max_model_len)
         self._waiting: deque[Request] = deque()
         self._live: dict[str, Request] = {}
         self._journal = Journal()
+        self._prefixes = PrefixCache(
+            limits.block_size, self._rows, self._journal, enabled=enable_prefix_caching
+        )
         self._pool: BlockPool | None = None
-        self._root = BlockHash(b"")
         self._connected = False
         self._reset = True
         self._next_step_id = 0
@@ -96,14 +98,13 @@ class Scheduler:
         """
         self.lose_worker(now_ns)
         self._pool = BlockPool(num_blocks)
-        if root != self._root:
-            self._root = root
+        if self._prefixes.set_root(root):
             for request in self._waiting:
                 request.hashes.clear()
         unfit = []
         for request in list(self._waiting):
             try:
-                request.limit = self._limit_of(request)
+                request.limit = length_limit(request, self.limits, self._pool)
             except NeverFitsError as error:
                 request.error = str(error)
                 self._end(request, FinishReason.ERROR, now_ns)
@@ -150,7 +151,7 @@ class Scheduler:
             )
         if request.num_prompt_tokens == 0:
             raise InvalidRequestError("prompt", "prompt is empty, must have at least one token")
-        limit = self._limit_of(request)
+        limit = length_limit(request, self.limits, self._pool)
         if len(self._waiting) >= self.limits.max_waiting_requests:
             raise QueueFullError(
                 f"{len(self._waiting)} requests wait, at most "
@@ -207,7 +208,7 @@ class Scheduler:
                     f"{pool.num_free} of {pool.num_blocks} blocks free"
                 )
             return None
-        return self._seal(draft)
+        return self._seal(draft, pool)
 
     def apply(self, result: StepResult, now_ns: int) -> StepOutcome:
         """Append what the oldest step in flight sampled; end what has ended.
@@ -215,12 +216,14 @@ class Scheduler:
         Raises: ValueError if the result is not that step's, or has too few or too many
             tokens: the worker's fault. Nothing is changed then.
         """
+        if (pool := self._pool) is None:
+            raise ValueError(f"result of step {result.step_id} came before any worker")
         failed = {row for row, _ in result.row_errors}
         step = self._take_step(result, failed)
         self.counters.steps += 1
         outcome = StepOutcome(step.step_id, [], [], [])
         for row, reason in result.row_errors:
-            self._fail_row(step, row, reason, now_ns, outcome)
+            self._fail_row(step, row, reason, pool, now_ns, outcome)
         sampling = step.samples & ~np.isin(step.rows, list(failed)) if failed else step.samples
         rows, sampled = step.rows[sampling], result.tokens
         alive = self._rows.generation[rows] == step.generations[sampling]
@@ -230,7 +233,7 @@ class Scheduler:
                     self._append_to_waiting(request, token, step.step_id, now_ns, outcome)
             rows, sampled = rows[alive], sampled[alive]
         if len(rows):
-            self._append(rows, sampled, step.step_id, now_ns, outcome)
+            self._append(rows, sampled, step.step_id, pool, now_ns, outcome)
         return outcome
 
     def check(self) -> None:
@@ -291,7 +294,7 @@ class Scheduler:
     def _admit(self, request: Request, draft: StepDraft, pool: BlockPool) -> bool:
         """Give a request blocks and a row. False, and nothing changed, if they do not suffice."""
         block_size = self.limits.block_size
-        hits = self._find_prefix(request, pool)
+        hits = self._prefixes.find(request, pool)
         num_hit = len(hits) * block_size
         count = min(request.num_tokens - num_hit, draft.budget)
         # The whole known length must fit, or a long prompt would be preempted half way.
@@ -305,30 +308,10 @@ class Scheduler:
         needed = -(-(num_hit + count) // block_size) - len(hits)
         request.blocks = [*hits, *pool.allocate(needed)]
         self._count_admission(request, num_hit)
-        row = self._rows.take(request, num_hit, count)
-        self._rows.num_published[row] = len(hits)
-        draft.admitted.append(request)
-        draft.admitted_num_new.append(count)
-        draft.budget -= count
-        # Named before it is computed, so that an equal prompt of this very step hits it.
-        self._rows.num_computed[row] = num_hit + count
-        self._publish(row, request, min(num_hit + count, request.num_tokens) // block_size)
+        row = self._rows.take(request, num_hit + count, count)
+        draft.published += self._prefixes.publish_prompt(row, request, len(hits), pool)
+        draft.add(request, count)
         return True
-
-    def _find_prefix(self, request: Request, pool: BlockPool) -> list[BlockId]:
-        """Return the blocks that hold the request's prefix. One token is always left to run."""
-        if not self._caching:
-            return []
-        self._extend_hashes(request, memoryview(request.tokens), request.num_tokens)
-        if not request.read_cache:
-            return []
-        hits = []
-        for name in request.hashes[: (request.num_tokens - 1) // self.limits.block_size]:
-            block = pool.lookup(name)
-            if block is None:
-                break
-            hits.append(block)
-        return hits
 
     def _count_admission(self, request: Request, num_hit: int) -> None:
         request.admitted_tokens = num_hit
@@ -336,7 +319,7 @@ class Scheduler:
         if request.first_scheduled_ns is None:
             request.num_cached_tokens = num_hit
             counters.prompt_tokens += request.num_prompt_tokens
-            if self._caching and request.read_cache:
+            if self._prefixes.enabled and request.read_cache:
                 counters.prefix_queries += request.num_tokens
                 counters.prefix_hits += num_hit
         else:
@@ -344,7 +327,7 @@ class Scheduler:
             request.num_recomputed_tokens += again
             counters.recomputed_tokens += again
 
-    def _seal(self, draft: StepDraft) -> StepPlan:
+    def _seal(self, draft: StepDraft, pool: BlockPool) -> StepPlan:
         """Advance the rows, enter the step in the journal and return the plan."""
         rows = self._rows
         order, count = draft.rows, draft.num_new
@@ -363,10 +346,10 @@ class Scheduler:
         ran.sort()
         samples = rows.num_computed[ran] == rows.num_tokens[ran] + rows.num_pending[ran]
         rows.num_pending[ran[samples]] += 1
-        self._journal.add(FlyingStep(self._next_step_id, ran, rows.generation[ran], samples))
-        for request in draft.admitted:
-            self._note_prompt_blocks(request)
-        self._publish_filled(ran)
+        step = FlyingStep(self._next_step_id, ran, rows.generation[ran], samples)
+        step.published += draft.published
+        self._journal.add(step)
+        self._prefixes.publish_filled(ran, pool)
         plan = draft.seal(
             self._next_step_id,
             reset=self._reset,
@@ -394,50 +377,6 @@ class Scheduler:
             sampling=request.sampling,
         )
 
-    # Names.
-
-    def _extend_hashes(self, request: Request, tokens: memoryview, num_tokens: int) -> None:
-        """Name every full block of the first `num_tokens`, each token once."""
-        block_size, known = self.limits.block_size, len(request.hashes)
-        if num_tokens // block_size > known:
-            parent = request.hashes[-1] if known else self._root
-            extra = b"" if known else request.extra.first_block()
-            request.hashes += hash_full_blocks(
-                tokens[known * block_size : num_tokens], block_size, parent, extra
-            )
-
-    def _publish(self, row: int, request: Request, num_full: int) -> None:
-        """Publish the row's blocks up to `num_full`."""
-        if not self._caching or self._pool is None:
-            return
-        first = int(self._rows.num_published[row])
-        for i in range(first, num_full):
-            self._pool.publish(request.blocks[i], request.hashes[i])
-        self._rows.num_published[row] = max(first, num_full)
-
-    def _publish_filled(self, candidates: Int32Array) -> None:
-        """Publish blocks whose ids are all known and whose keys and values are planned."""
-        if not self._caching:
-            return
-        rows = self._rows
-        full = np.minimum(rows.num_computed[candidates], rows.num_tokens[candidates])
-        full //= self.limits.block_size
-        grown = full > rows.num_published[candidates]
-        for row, num_full in zip(candidates[grown].tolist(), full[grown].tolist(), strict=True):
-            request = rows.owner(row)
-            num_tokens = num_full * self.limits.block_size
-            self._extend_hashes(request, memoryview(rows.tokens[row]), num_tokens)
-            first = int(rows.num_published[row])
-            self._publish(row, request, num_full)
-            for block in request.blocks[first:num_full]:
-                self._journal.note_published(row, block)
-
-    def _note_prompt_blocks(self, request: Request) -> None:
-        row, first = request.row, request.admitted_tokens // self.limits.block_size
-        if row is not None and self._caching:
-            for block in request.blocks[first : int(self._rows.num_published[row])]:
-                self._journal.note_published(row, block)
-
     # Results.
 
     def _take_step(self, result: StepResult, failed: set[int]) -> FlyingStep:
@@ -459,6 +398,7 @@ class Scheduler:
         order: Int32Array,
         sampled: Int32Array,
         step_id: int,
+        pool: BlockPool,
         now_ns: int,
         outcome: StepOutcome,
     ) -> None:
@@ -475,7 +415,7 @@ class Scheduler:
             rows.owner(row).first_token_ns = now_ns
         stopped = rows.stops(order, sampled)
         ended = stopped | (rows.num_tokens[order] >= rows.limit[order])
-        self._publish_filled(order)
+        self._prefixes.publish_filled(order, pool)
         if ended.any():
             for place in np.flatnonzero(ended).tolist():
                 request = rows.owner(int(order[place]))
@@ -508,11 +448,15 @@ class Scheduler:
             outcome.finished.append(request)
 
     def _fail_row(
-        self, step: FlyingStep, row: int, reason: str, now_ns: int, outcome: StepOutcome
+        self,
+        step: FlyingStep,
+        row: int,
+        reason: str,
+        pool: BlockPool,
+        now_ns: int,
+        outcome: StepOutcome,
     ) -> None:
         """End the request of a row that could not be computed; nobody may hit its blocks."""
-        if self._pool is None:
-            raise InvariantError("a step ran without a pool")
         tainted = {block for publisher, block in step.published if publisher == row}
         request = step.orphans.get(row)
         if step.ran_for(row, int(self._rows.generation[row])):
@@ -524,7 +468,7 @@ class Scheduler:
             self._end(request, FinishReason.ERROR, now_ns)
             outcome.finished.append(request)
         for block in tainted:
-            self._pool.retract(block)
+            pool.retract(block)
         for other in reversed(list(self._rows.running)):
             if not tainted.isdisjoint(other.blocks):
                 # What it sampled from these blocks, here and in later steps, is in doubt too.
@@ -567,35 +511,3 @@ class Scheduler:
         self._released_rows.append(self._rows.give_back(request))
         self._pool.release(request.blocks[::-1])
         request.blocks = []
-
-    def _limit_of(self, request: Request) -> int:
-        """Return the tokens at which a request ends.
-
-        Raises: InvalidRequestError or NeverFitsError, naming both numbers.
-        """
-        prompt, wanted = request.num_prompt_tokens, request.stopping.max_output_tokens
-        longest = self.limits.max_model_len
-        if prompt >= longest:
-            raise InvalidRequestError(
-                "prompt",
-                f"prompt has {prompt} tokens, must be below the model's length of {longest}",
-            )
-        if wanted is not None and prompt + wanted > longest:
-            raise InvalidRequestError(
-                "max_tokens",
-                f"max_tokens is {wanted} behind a prompt of {prompt} tokens, together they "
-                f"must be at most the model's length of {longest}",
-            )
-        if self._pool is None:
-            return prompt + wanted if wanted is not None else longest
-        # The last token is sampled, but never stored.
-        slots = self._pool.num_blocks * self.limits.block_size
-        if wanted is None and prompt <= slots:
-            return min(longest, slots + 1)
-        if prompt + (wanted or 1) - 1 > slots:
-            raise NeverFitsError(
-                "prompt",
-                f"prompt of {prompt} tokens and max_tokens of {wanted or 1} need "
-                f"{prompt + (wanted or 1) - 1} slots of KV memory, the whole pool has {slots}",
-            )
-        return prompt + (wanted or 1)

@@ -40,8 +40,17 @@ class StepDraft:
     admitted_num_new: list[int] = field(default_factory=list)
     """… and the tokens each runs."""
 
+    published: list[tuple[int, BlockId]] = field(default_factory=list)
+    """Rows admitted in this step, and the blocks they fill that were named for it."""
+
     num_preempted: int = 0
     """Requests that lost their blocks for this step."""
+
+    def add(self, request: Request, num_new: int) -> None:
+        """Let an admitted request run some tokens."""
+        self.admitted.append(request)
+        self.admitted_num_new.append(num_new)
+        self.budget -= num_new
 
     @property
     def num_running_tokens(self) -> int:

@@ -81,6 +81,7 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._ready = False
         self._draining = False
+        self._stopping = False
         self._absent_since_ns = time.monotonic_ns()
         self._log = structlog.get_logger("engine")
 
@@ -325,16 +326,20 @@ class Engine:
         """Forget the names of all cached blocks; return how many."""
         return self._scheduler.flush_cache()
 
-    async def drain(self) -> None:
-        """Refuse new requests, and return when none is left. Wait as long as the caller does."""
+    async def drain(self, *, for_good: bool = False) -> None:
+        """Refuse new requests, and return when none is left. Wait as long as the caller does.
+
+        Once it was `for_good`, nothing resumes.
+        """
         self._draining = True
+        self._stopping |= for_good
         self.serving.set(False)
         await self._empty.wait()
 
     def resume(self) -> None:
-        """Take new requests again."""
-        self._draining = False
-        self.serving.set(self._ready)
+        """Take new requests again, unless the server stops."""
+        self._draining = self._stopping
+        self.serving.set(self._ready and not self._draining)
 
 
 def _request_of(submission: Submission) -> Request:

@@ -9,7 +9,6 @@ from google.protobuf.message import Message
 from pagemill.v1.generation_pb2 import BeamSearch, Sampling, Stopping
 from pagemill.v1.inference_pb2 import GenerateRequest
 from scheduler_svc.core.errors import InvalidRequestError, NotServedError
-from scheduler_svc.service.text.stop_strings import MAX_STOP_CHARACTERS
 
 MAX_LOGPROBS = 20
 """Candidates at each position, as in vLLM."""
@@ -183,7 +182,6 @@ def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
     _check_texts("stopping.stop", stopping.stop, MAX_STOPS)
     stops = "".join(stopping.stop)
     _check_size("stopping.stop", stops.encode(), MAX_STOP_BYTES, "bytes")
-    _check_size("stopping.stop", stops, MAX_STOP_CHARACTERS, "characters")
     _check_size("stopping.stop_token_ids", stopping.stop_token_ids, MAX_STOPS, "ids")
     check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
 

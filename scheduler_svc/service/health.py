@@ -29,7 +29,3 @@ class Health:
             for name in self._names:
                 await self._servicer.set(name, status)
             is_serving = await serving.changed()
-
-    async def stop(self) -> None:
-        """Answer NOT_SERVING from now on, whatever the flag says."""
-        await self._servicer.enter_graceful_shutdown()

@@ -109,7 +109,6 @@ async def _serve(
             announce(f"listening {public.address}")
             announce(f"workers {workers.address}")
             await stop.wait()
-            await health.stop()
             await _drain(parts.engine, drain_timeout_s)
         for task in background:
             task.cancel()
@@ -145,7 +144,7 @@ async def _drain(engine: Engine, limit_s: float) -> None:
     log.info("draining", limit_s=limit_s, requests=engine.num_live)
     try:
         async with asyncio.timeout(limit_s):
-            await engine.drain()
+            await engine.drain(for_good=True)
     except TimeoutError:
         log.warning("drain limit reached", requests=engine.num_live)
         engine.fail_all(UnavailableError(f"the server stops; {limit_s:g} s to end have passed"))

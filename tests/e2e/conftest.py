@@ -1,7 +1,5 @@
 """The oracle of the end-to-end tests: what `transformers` says, on the same weights."""
 
-import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -33,13 +31,3 @@ def oracle(demo_gguf: Path) -> dict[str, list[int]]:
     tokenizer = Tokenizer.from_path(demo_gguf)
     model = load_demo(demo_gguf)
     return {prompt: greedy(model, tokenizer.encode(prompt), NUM_TOKENS) for prompt in PROMPTS}
-
-
-@pytest.fixture
-def socket_path() -> Iterator[Path]:
-    """Path of a Unix socket nobody listens on.
-
-    Not below `tmp_path`: a socket's path has at most 107 bytes, and 103 on a Mac.
-    """
-    with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
-        yield Path(folder) / "socket"

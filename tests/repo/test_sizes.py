@@ -1,24 +1,36 @@
-"""Size is a decision: a file above 400 lines and a function above 60 stand here with a reason."""
+"""Size is a decision: what is above its bound stands here with a reason."""
 
 import ast
+from collections.abc import Iterable
+from pathlib import Path
 
 from source_tree import product_files, python_files, relative, tree
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
+# A test file is a list of sentences, which nobody has to hold in mind at once.
+MAX_TEST_FILE_LINES = 500
 
 # path: why it reads better in one piece.
-LONG_FILES: dict[str, str] = {}
+LONG_FILES = {
+    "scheduler_svc/core/scheduler.py": "schedule, apply and preempt change the same rows, pool and "
+    "journal; apart, each would take all of that state from the others",
+}
 # path::function: why it reads better in one piece.
 LONG_FUNCTIONS: dict[str, str] = {}
 
 
-def test_a_long_file_has_a_reason() -> None:
-    long = {
+def _longer_than(bound: int, files: Iterable[Path]) -> set[str]:
+    return {
         relative(path)
-        for path in (*product_files(), *python_files("tests", "bench"))
-        if len(path.read_text(encoding="utf-8").splitlines()) > MAX_FILE_LINES
+        for path in files
+        if len(path.read_text(encoding="utf-8").splitlines()) > bound
     }
+
+
+def test_a_long_file_has_a_reason() -> None:
+    long = _longer_than(MAX_FILE_LINES, product_files())
+    long |= _longer_than(MAX_TEST_FILE_LINES, python_files("tests", "bench"))
     assert long == set(LONG_FILES)
 
 

@@ -19,8 +19,8 @@ UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 # nothing else, and overflows.
 GREEDY_TEMPERATURE = 1e-5
 
-# Tokens whose logit, divided by the temperature, is this far below the best are ranked only
-# if the draw falls among them: sorting all of 49,152 takes 4 ms, the few likely ones 0.1 ms.
+# Tokens whose logit, divided by the temperature, is this far below the best are ranked only if
+# the draw falls among them: a draw from all of 49,152 takes 3 ms, from a few hundred 0.1 ms.
 _LIKELY = 10.0
 _ANY = float(np.finfo(np.float32).max)
 
@@ -117,7 +117,8 @@ def _draw_from_head(
     """
     ids = np.flatnonzero(depths <= floor)
     # A depth, which is not negative, is ordered as its bits are. With the id behind it no two
-    # keys are equal, and numpy's fast sort need not be stable: 0.4 ms for 49,152, not 4.
+    # keys are equal, so a sort need not be stable to put lower ids first: 2 ms for 49,152
+    # against 8 (AVX-512).
     keys = np.sort(
         depths[ids].view(np.uint32).astype(np.uint64) << np.uint64(32) | ids.astype(np.uint64)
     )

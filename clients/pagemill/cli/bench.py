@@ -172,17 +172,19 @@ async def _run_engine(
     """Return the wall time of a run, and its steps."""
     before = (await client.load()).totals.steps
     started_s = time.perf_counter()
-    async with asyncio.TaskGroup() as group:
-        for prompt in prompts:
-            group.create_task(
-                client.complete(
-                    prompt=prompt,
-                    max_tokens=workload.output_len,
-                    temperature=0.0,
-                    ignore_eos=True,
-                    omit_text=True,
-                )
+    # Not a TaskGroup: the first failure is raised as it is, for the one line that tells it.
+    await asyncio.gather(
+        *(
+            client.complete(
+                prompt=prompt,
+                max_tokens=workload.output_len,
+                temperature=0.0,
+                ignore_eos=True,
+                omit_text=True,
             )
+            for prompt in prompts
+        )
+    )
     wall_s = time.perf_counter() - started_s
     return wall_s, (await client.load()).totals.steps - before
 

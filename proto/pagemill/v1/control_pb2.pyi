@@ -95,6 +95,8 @@ Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015
 
 @_typing.final
 class WorkerGroupInfo(_message.Message):
+    """The ranks that hold one copy of the model."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     GROUP_FIELD_NUMBER: _builtins.int
@@ -133,6 +135,8 @@ Global___WorkerGroupInfo: _TypeAlias = WorkerGroupInfo  # noqa: Y015
 
 @_typing.final
 class WorkerInfo(_message.Message):
+    """A worker that has joined."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     RANK_FIELD_NUMBER: _builtins.int
@@ -552,6 +556,8 @@ Global___SubscribeKvEventsResponse: _TypeAlias = SubscribeKvEventsResponse  # no
 
 @_typing.final
 class KvEvent(_message.Message):
+    """One change of the prefix cache."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REPLICA_FIELD_NUMBER: _builtins.int
@@ -598,6 +604,8 @@ Global___KvEvent: _TypeAlias = KvEvent  # noqa: Y015
 
 @_typing.final
 class BlocksStored(_message.Message):
+    """Blocks that can be hit from now on."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int
@@ -636,6 +644,8 @@ Global___BlocksStored: _TypeAlias = BlocksStored  # noqa: Y015
 
 @_typing.final
 class BlocksRemoved(_message.Message):
+    """Blocks that cannot be hit any more."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     BLOCK_HASHES_FIELD_NUMBER: _builtins.int

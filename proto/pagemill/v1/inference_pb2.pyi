@@ -182,6 +182,8 @@ Global___Chat: _TypeAlias = Chat  # noqa: Y015
 
 @_typing.final
 class ChatMessage(_message.Message):
+    """One turn of a conversation."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ROLE_FIELD_NUMBER: _builtins.int
@@ -210,6 +212,8 @@ Global___ChatMessage: _TypeAlias = ChatMessage  # noqa: Y015
 
 @_typing.final
 class OutputOptions(_message.Message):
+    """What an answer carries."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     OMIT_TEXT_FIELD_NUMBER: _builtins.int
@@ -259,6 +263,8 @@ Global___OutputOptions: _TypeAlias = OutputOptions  # noqa: Y015
 
 @_typing.final
 class CacheOptions(_message.Message):
+    """How the prefix cache serves a request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SALT_FIELD_NUMBER: _builtins.int
@@ -329,6 +335,8 @@ Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 
 @_typing.final
 class Accepted(_message.Message):
+    """The server has taken the request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -423,6 +431,8 @@ Global___PositionLogprobs: _TypeAlias = PositionLogprobs  # noqa: Y015
 
 @_typing.final
 class TokenLogprob(_message.Message):
+    """One candidate at one position."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOKEN_ID_FIELD_NUMBER: _builtins.int
@@ -455,6 +465,8 @@ Global___TokenLogprob: _TypeAlias = TokenLogprob  # noqa: Y015
 
 @_typing.final
 class Finished(_message.Message):
+    """How one sequence ended."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_INDEX_FIELD_NUMBER: _builtins.int
@@ -546,6 +558,8 @@ Global___Summary: _TypeAlias = Summary  # noqa: Y015
 
 @_typing.final
 class Usage(_message.Message):
+    """Tokens of one request."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
@@ -766,6 +780,8 @@ Global___EmbedRequest: _TypeAlias = EmbedRequest  # noqa: Y015
 
 @_typing.final
 class EmbedTexts(_message.Message):
+    """Texts to embed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TEXTS_FIELD_NUMBER: _builtins.int
@@ -788,6 +804,8 @@ Global___EmbedTexts: _TypeAlias = EmbedTexts  # noqa: Y015
 
 @_typing.final
 class EmbedTokens(_message.Message):
+    """Token ids to embed."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INPUTS_FIELD_NUMBER: _builtins.int
@@ -838,6 +856,8 @@ Global___EmbedResponse: _TypeAlias = EmbedResponse  # noqa: Y015
 
 @_typing.final
 class PooledVector(_message.Message):
+    """The vector of one input."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     VALUES_FIELD_NUMBER: _builtins.int

@@ -212,6 +212,8 @@ Global___WorkerHello: _TypeAlias = WorkerHello  # noqa: Y015
 
 @_typing.final
 class Device(_message.Message):
+    """A device that a worker can use."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     KIND_FIELD_NUMBER: _builtins.int
@@ -486,6 +488,8 @@ Global___WorkerFailure: _TypeAlias = WorkerFailure  # noqa: Y015
 
 @_typing.final
 class StopWorker(_message.Message):
+    """Finish, and exit."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(

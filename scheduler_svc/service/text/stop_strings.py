@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MAX_STOP_CHARACTERS = 2048
+MAX_STOP_CHARACTERS = 4096
 """Characters in all stop strings of a request. Each costs 0.3 KB while the request lives."""
 
 

@@ -2,85 +2,21 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
 
 import pytest
 
+from engine_bench import NUM_BLOCKS, Bench, running
 from engine_door_use import ask, read, submission, until
-from fake_group import FakeGroup, no_tokens
+from fake_group import no_tokens
 from fake_worker import generate_alone
 from scheduler_svc.core.errors import (
     DeadlineError,
     DuplicateRequestError,
     InvariantError,
     QueueFullError,
-    SlowReaderError,
     UnavailableError,
 )
-from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import FinishReason, Request
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service import token_stream
-from scheduler_svc.service.engine import Engine
-from scheduler_svc.service.engine_door import EngineDoor
-from scheduler_svc.service.group_events import Mailbox
-from scheduler_svc.service.step_record import StepRecord
-
-BLOCK_SIZE = 4
-NUM_BLOCKS = 64
-
-
-class Bench:
-    """An engine over a fake group. It observes the steps, and traces every other one."""
-
-    def __init__(
-        self, *, depth: int = 2, max_waiting: int = 64, worker_wait_s: float = 30.0
-    ) -> None:
-        limits = Limits(
-            block_size=BLOCK_SIZE,
-            max_num_seqs=4,
-            max_num_batched_tokens=16,
-            max_model_len=128,
-            max_waiting_requests=max_waiting,
-            pipeline_depth=depth,
-        )
-        self.records: list[StepRecord] = []
-        self.scheduler = Scheduler(limits)
-        mailbox = Mailbox()
-        self.group = FakeGroup(mailbox, BLOCK_SIZE)
-        self.engine = Engine(
-            self.scheduler,
-            self.group,
-            mailbox,
-            incarnation=5,
-            worker_wait_s=worker_wait_s,
-            tracer=self,
-        )
-        self.door: EngineDoor = self.engine
-
-    def traceparent(self, step_id: int) -> str:
-        return f"trace-{step_id}" if step_id % 2 else ""
-
-    def step(self, record: StepRecord) -> None:
-        self.records.append(record)
-
-    def holds_nothing(self) -> bool:
-        pool = self.scheduler.pool
-        return not self.scheduler.has_work and (pool is None or pool.num_used == 0)
-
-
-@asynccontextmanager
-async def running(bench: Bench, *, join: bool = True) -> AsyncIterator[Bench]:
-    if join:
-        bench.group.join(NUM_BLOCKS)
-    loop = asyncio.create_task(bench.engine.run())
-    try:
-        yield bench
-    finally:
-        loop.cancel()
-        with suppress(asyncio.CancelledError):
-            await loop
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -149,52 +85,6 @@ async def test_abort_ends_the_named_streams_and_names_the_unknown() -> None:
         tokens, _ = await read(two)
         assert tokens == generate_alone([2], 3, frozenset())
         assert bench.door.abort(None) == ([], [])
-
-
-async def test_a_reader_gets_in_one_batch_what_piled_up() -> None:
-    async with running(Bench()) as bench, bench.door.open(submission("r", [1], 9)) as stream:
-        await until(lambda: not bench.scheduler.has_work)
-        batches = [batch async for batch in stream]
-    assert [len(batch.token_ids) for batch in batches] == [9]
-    assert batches[0].finish is not None
-
-
-async def test_a_slow_reader_loses_its_request_and_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(token_stream, "MAX_PILED_TOKENS", 20)
-    slow = submission("slow", [1], 100)
-    async with running(Bench()) as bench, bench.door.open(slow) as stream:
-        await until(lambda: not bench.scheduler.has_work)
-        assert await ask(bench.door, "fast", [2], 30) == generate_alone([2], 30, frozenset())
-        with pytest.raises(SlowReaderError):
-            await read(stream)
-        assert bench.holds_nothing()
-
-
-async def test_a_stop_string_cuts_the_output() -> None:
-    async with running(Bench()) as bench:
-        bench.group.eager = False
-        async with bench.door.open(submission("r", [1], 100)) as stream:
-            for _ in range(4):
-                await until(lambda: bool(bench.group.plans))
-                bench.group.answer()
-            await until(lambda: len(bench.records) == 4)
-            stream.finish(2)
-            assert bench.holds_nothing()
-            tokens, finish = await read(stream)
-    assert (tokens, finish.reason, finish.account.num_output_tokens) == ([], FinishReason.STOP, 2)
-    assert stream.account() == finish.account
-
-
-async def test_a_stop_string_wins_over_an_end_that_nobody_has_read() -> None:
-    async with running(Bench()) as bench, bench.door.open(submission("r", [1], 4)) as stream:
-        await until(lambda: not bench.scheduler.has_work)
-        stream.finish(3)
-        _, finish = await read(stream)
-        assert (finish.reason, finish.account.num_output_tokens) == (FinishReason.STOP, 3)
-        stream.finish(1)
-        assert stream.account().num_output_tokens == 3
 
 
 async def test_without_a_worker_requests_wait_and_then_are_unavailable() -> None:
@@ -301,6 +191,17 @@ async def test_draining_refuses_new_requests_and_waits_for_the_old() -> None:
         assert await ask(bench.door, "new", [1], 2) == generate_alone([1], 2, frozenset())
 
 
+async def test_a_server_that_stops_does_not_resume() -> None:
+    async with running(Bench()) as bench:
+        await until(lambda: bool(bench.engine.serving))
+        await bench.engine.drain(for_good=True)
+        bench.door.resume()
+        assert not bench.engine.serving
+        with pytest.raises(UnavailableError):
+            async with bench.door.open(submission("new", [1])):
+                pytest.fail("it was let in")
+
+
 async def test_at_the_end_of_a_drain_the_rest_keep_what_they_had() -> None:
     async with running(Bench()) as bench:
         bench.group.eager = False
@@ -369,16 +270,6 @@ async def test_a_chosen_step_carries_its_trace_to_the_worker_and_to_the_record()
         await ask(bench.door, "r", [1], 4)
     assert bench.group.traceparents[:4] == ["", "trace-1", "", "trace-3"]
     assert [record.traceparent for record in bench.records[:2]] == ["", "trace-1"]
-
-
-async def test_a_last_token_that_is_one_too_many_is_no_orderly_end(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(token_stream, "MAX_PILED_TOKENS", 7)
-    async with running(Bench()) as bench, bench.door.open(submission("slow", [1], 8)) as stream:
-        await until(lambda: not bench.scheduler.has_work)
-        with pytest.raises(SlowReaderError):
-            await read(stream)
 
 
 async def test_a_contradiction_met_at_the_door_ends_the_loop(

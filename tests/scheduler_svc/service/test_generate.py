@@ -1,13 +1,11 @@
 """What a client of Inference sees, over real gRPC: exact output, or a status and a sentence."""
 
 import asyncio
-import tempfile
 import time
 from collections.abc import (
     AsyncIterator,
     Callable,
     Iterable,
-    Iterator,
 )
 from pathlib import Path
 from types import SimpleNamespace
@@ -49,13 +47,6 @@ Script = Callable[[Submission], Iterable[int]]
 async def served() -> AsyncIterator[Loopback]:
     async with loopback() as served:
         yield served
-
-
-@pytest.fixture
-def socket_path() -> Iterator[Path]:
-    """Path of a Unix socket: not below `tmp_path`, since it may have 103 bytes at most."""
-    with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
-        yield Path(folder) / "socket"
 
 
 def saying(*token_ids: int) -> Script:
@@ -166,6 +157,8 @@ async def test_a_stop_string_ends_the_output_across_tokens(
     assert finished.stop_string == stop
     assert finished.WhichOneof("stop_match") == ("stop_string" if stop else None)
     assert responses[-1].summary.usage.completion_tokens == num_tokens
+    # Where the output goes on behind the stop string, the engine is told its length.
+    assert set(served.door.cuts) <= {num_tokens}
     await eventually(lambda: not served.door.live)
 
 

@@ -95,7 +95,13 @@ BAD_BYTES = [
     (with_bytes(GenerateRequest(text="@@")), "text"),
     (with_bytes(GenerateRequest(text="x", request_id="@@")), "request_id"),
     (
-        with_bytes(GenerateRequest(text="x", stopping=Stopping(stop=["a", "@@"]))),
+        with_bytes(
+            GenerateRequest(
+                text="x",
+                sampling=Sampling(logit_bias={1: 2.0}),
+                stopping=Stopping(stop=["a", "@@"]),
+            )
+        ),
         "stopping.stop[1]",
     ),
     (

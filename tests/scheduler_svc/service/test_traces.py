@@ -18,10 +18,9 @@ from otlp_receiver import Receiver, attributes, otlp_receiver
 from pagemill.v1.generation_pb2 import Sampling, Stopping
 from pagemill.v1.inference_pb2 import GenerateRequest
 from scheduler_svc.core.errors import NeverFitsError, RequestError, UnavailableError
-from scheduler_svc.errors import ConfigError
 from scheduler_svc.service.engine_door import Account
 from scheduler_svc.service.request_trace import request_parts
-from scheduler_svc.service.tracing import Tracing, is_tracing_wanted, tracing
+from scheduler_svc.service.tracing import Tracing, tracing
 from step_records import MS, step_record
 
 TRACE_ID, CALLER_ID = "a" * 32, "b" * 16
@@ -353,51 +352,3 @@ async def test_slow_and_preempting_steps_are_traced_unasked_but_not_in_crowds(
         (70, "slow"),
         (100, "preemption"),
     ]
-
-
-@pytest.mark.parametrize(
-    ("environ", "wanted"),
-    [
-        ({}, False),
-        ({"OTEL_EXPORTER_OTLP_ENDPOINT": "http://x:4317"}, True),
-        ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://x:4317"}, True),
-        ({"OTEL_TRACES_EXPORTER": "otlp"}, True),
-        ({"OTEL_TRACES_EXPORTER": "none", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"}, False),
-        ({"OTEL_TRACES_EXPORTER": "otlp", "OTEL_SDK_DISABLED": "true"}, False),
-    ],
-)
-async def test_the_environment_says_whether_to_trace(environ: dict[str, str], wanted: bool) -> None:
-    assert is_tracing_wanted(environ) == wanted
-    if not wanted:
-        async with tracing(environ, version="1", steps_every=1) as traces:
-            assert traces is None
-
-
-@pytest.mark.parametrize(
-    "environ",
-    [
-        {"OTEL_TRACES_EXPORTER": "zipkin"},
-        {"OTEL_TRACES_EXPORTER": "otlp", "OTEL_EXPORTER_OTLP_PROTOCOL": "http/protobuf"},
-    ],
-)
-def test_an_exporter_that_is_not_built_in_is_refused(environ: dict[str, str]) -> None:
-    with pytest.raises(ConfigError, match=r"is '[a-z/]+', must be"):
-        is_tracing_wanted(environ)
-
-
-async def test_a_collector_that_is_down_holds_up_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    async with otlp_receiver() as gone:
-        endpoint = gone.endpoint
-    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
-    monkeypatch.setenv("OTEL_BSP_MAX_QUEUE_SIZE", "512")
-    async with tracing(os.environ, version="1", steps_every=1) as traces:
-        assert traces is not None
-        began = time.monotonic()
-        for step_id in range(300):
-            traceparent = traces.steps.traceparent(step_id)
-            traces.steps.step(step_record(step_id, traceparent=traceparent))
-        assert time.monotonic() - began < 2
-        began = time.monotonic()
-    assert time.monotonic() - began < 8

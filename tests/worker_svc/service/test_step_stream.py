@@ -57,12 +57,21 @@ def test_a_plan_before_the_acknowledgement_is_refused() -> None:
             stream.receive(DEADLINE_S)
 
 
-def test_a_block_left_in_peace_delivers_what_was_sent() -> None:
+@pytest.mark.parametrize("broken", [False, True], ids=["in order", "behind a broken plan"])
+def test_a_block_left_in_peace_delivers_what_was_sent_and_does_not_dawdle(broken: bool) -> None:
     with ScriptedScheduler() as scheduler:
         with StepStream(scheduler.address, hello()) as stream:
             connection = joined(scheduler, stream)
+            if broken:
+                connection.plan(0, released_rows=b"abc")
+                for step_id in range(1, 4):  # what is never looked at must not hold up the end
+                    connection.plan(step_id)
+                with pytest.raises(InvariantError, match="released_rows has 3 bytes"):
+                    stream.receive(DEADLINE_S)
             for step_id in range(50):
                 stream.send_result(worker_pb2.StepResult(step_id=step_id))
+            left_s = time.monotonic()
+        assert time.monotonic() - left_s < step_stream.CLOSE_DEADLINE_S
         for step_id in range(50):
             assert connection.hear("result").step_id == step_id
         connection.hear_end()

@@ -108,7 +108,7 @@ def test_after_a_match_no_text_follows() -> None:
     ("stops", "complaint"),
     [
         (["a", ""], r"stop\[1\] is empty, must have at least 1 character"),
-        (["a" * MAX_STOP_CHARACTERS, "b"], "stop has 2049 characters.*at most 2048"),
+        (["a" * MAX_STOP_CHARACTERS, "b"], "stop has 4097 characters.*at most 4096"),
     ],
 )
 def test_impossible_stop_strings_are_refused(stops: list[str], complaint: str) -> None:

@@ -1,0 +1,98 @@
+"""The prefix cache: which blocks already hold a request's prefix, and when a block gets a name.
+
+A block is published once all its ids are known and its keys and values are planned. Until
+the step that writes it has answered, the name rests on the journal.
+"""
+
+import numpy as np
+
+from scheduler_svc.core.block_hash import BlockHash, hash_full_blocks
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.step_plan import Int32Array
+
+
+class PrefixCache:
+    """Names of blocks, from request to pool. Disabled, it finds, hashes and names nothing."""
+
+    __slots__ = ("_block_size", "_journal", "_root", "_rows", "enabled")
+
+    def __init__(self, block_size: int, rows: Rows, journal: Journal, *, enabled: bool) -> None:
+        self.enabled = enabled
+        self._block_size = block_size
+        self._rows = rows
+        self._journal = journal
+        self._root = BlockHash(b"")
+
+    def set_root(self, root: BlockHash) -> bool:
+        """Take the parent of all first blocks. True if hashes made before are void."""
+        changed, self._root = root != self._root, root
+        return changed
+
+    def find(self, request: Request, pool: BlockPool) -> list[BlockId]:
+        """Return the blocks that hold a waiting request's prefix.
+
+        At least one token is left to run, since only a run gives logits.
+        """
+        if not self.enabled:
+            return []
+        self._extend_hashes(request, memoryview(request.tokens), request.num_tokens)
+        if not request.read_cache:
+            return []
+        hits = []
+        for name in request.hashes[: (request.num_tokens - 1) // self._block_size]:
+            block = pool.lookup(name)
+            if block is None:
+                break
+            hits.append(block)
+        return hits
+
+    def publish_prompt(
+        self, row: int, request: Request, num_hits: int, pool: BlockPool
+    ) -> list[tuple[int, BlockId]]:
+        """Name what a freshly admitted row fills in the step being planned, behind its hits.
+
+        Before it is computed, so that an equal prompt of this very step hits it.
+
+        Returns: the row and each block named, for the journal entry of that step.
+        """
+        rows = self._rows
+        num_full = min(int(rows.num_computed[row]), request.num_tokens) // self._block_size
+        rows.num_published[row] = num_hits
+        return self._publish(row, request, num_full, pool) if self.enabled else []
+
+    def publish_filled(self, candidates: Int32Array, pool: BlockPool) -> None:
+        """Name the blocks of running rows that have become full. Shape: candidates [R]."""
+        if not self.enabled:
+            return
+        rows = self._rows
+        full = np.minimum(rows.num_computed[candidates], rows.num_tokens[candidates])
+        full //= self._block_size
+        grown = full > rows.num_published[candidates]
+        for row, num_full in zip(candidates[grown].tolist(), full[grown].tolist(), strict=True):
+            request = rows.owner(row)
+            num_tokens = num_full * self._block_size
+            self._extend_hashes(request, memoryview(rows.tokens[row]), num_tokens)
+            self._journal.note_published(self._publish(row, request, num_full, pool))
+
+    def _publish(
+        self, row: int, request: Request, num_full: int, pool: BlockPool
+    ) -> list[tuple[int, BlockId]]:
+        first = int(self._rows.num_published[row])
+        for i in range(first, num_full):
+            pool.publish(request.blocks[i], request.hashes[i])
+        self._rows.num_published[row] = num_full
+        return [(row, block) for block in request.blocks[first:num_full]]
+
+    def _extend_hashes(self, request: Request, tokens: memoryview, num_tokens: int) -> None:
+        """Hash every full block of the first `num_tokens`, each token once."""
+        block_size, known = self._block_size, len(request.hashes)
+        if num_tokens // block_size > known:
+            parent = request.hashes[-1] if known else self._root
+            extra = b"" if known else request.extra.first_block()
+            request.hashes += hash_full_blocks(
+                tokens[known * block_size : num_tokens], block_size, parent, extra
+            )
