@@ -8,7 +8,9 @@ RUN python -m venv /opt/pagemill \
 ENV PATH=/opt/pagemill/bin:$PATH \
     HOME=/tmp \
     PYTHONDONTWRITEBYTECODE=1 \
-    PYTHONUNBUFFERED=1
+    PYTHONUNBUFFERED=1 \
+    # As `pagemill serve` sets it: idle OpenMP threads soon sleep, and leave their core to others.
+    GOMP_SPINCOUNT=20000
 WORKDIR /src
 COPY constraints.txt ./
 

@@ -28,6 +28,7 @@ from scheduler_svc.service.engine_door import (
     Totals,
 )
 from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
+from scheduler_svc.service.plan_pacing import PlanPacing
 from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
 from scheduler_svc.service.step_record import RecentSteps, StepObserver, StepTracer
@@ -79,6 +80,8 @@ class Engine:
         self._empty = asyncio.Event()
         self._empty.set()
         self._flights: deque[Flight] = deque()
+        self._pacing = PlanPacing()
+        self._plan_timer: asyncio.TimerHandle | None = None
         self._ready = False
         self._draining = False
         self._stopping = False
@@ -113,18 +116,36 @@ class Engine:
                 await self._mailbox.wait()
         finally:
             wait.cancel()
+            if self._plan_timer is not None:
+                self._plan_timer.cancel()
 
     def _send_plans(self) -> None:
         begin_ns = time.monotonic_ns()
-        while self._ready and (plan := self._scheduler.schedule(begin_ns)) is not None:
+        while self._ready and self._may_plan(begin_ns):
+            plan = self._scheduler.schedule(begin_ns)
+            if plan is None:
+                return
             end_ns = time.monotonic_ns()
             traceparent = self._tracer.traceparent(plan.step_id) if self._tracer else ""
             sent = self._group.send(plan, traceparent)
+            self._pacing.step_sent(sent.sent_ns, worker_idle=not self._flights)
             self._flights.append(Flight(plan, sent, begin_ns, end_ns, traceparent))
             begin_ns = time.monotonic_ns()
 
+    def _may_plan(self, now_ns: int) -> bool:
+        """Whether the next plan need wait no longer for arrivals; else look again when due."""
+        wait_ns = self._pacing.due_ns() - now_ns if self._flights else 0
+        if wait_ns <= 0:
+            return True
+        if self._plan_timer is not None:
+            self._plan_timer.cancel()
+        loop = asyncio.get_running_loop()
+        self._plan_timer = loop.call_later(wait_ns / 1e9, self._mailbox.wake)
+        return False
+
     def _land(self, arrived: StepArrived) -> list[Landing]:
         """Apply a result. One that does not fit its plan costs its worker the connection."""
+        self._pacing.step_landed(arrived.received_ns, arrived.answer.timing.execute_ns)
         try:
             outcome = self._scheduler.apply(arrived.answer.result, time.monotonic_ns())
         except ValueError as error:
@@ -146,6 +167,7 @@ class Engine:
         self._ready = False
         self.serving.set(False)
         self._flights.clear()
+        self._pacing.forget()
         self._absent_since_ns = time.monotonic_ns()
         self._scheduler.lose_worker(self._absent_since_ns)
         return asyncio.get_running_loop().call_later(self._worker_wait_s, self._end_wait)

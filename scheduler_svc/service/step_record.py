@@ -119,7 +119,6 @@ class RecentSteps:
         if not records:
             return None
         to_mean_s = 1e-9 / len(records)
-        first, last = records[0], records[-1]
         return StepTimes(
             steps=len(records),
             schedule_s=to_mean_s * sum(r.schedule_end_ns - r.schedule_begin_ns for r in records),
@@ -132,12 +131,17 @@ class RecentSteps:
             worker_wait_s=to_mean_s * sum(r.wait_ns for r in records),
             model_s=to_mean_s * sum(r.execute_ns for r in records),
             emit_s=to_mean_s * sum(r.emitted_ns - r.decoded_ns for r in records),
-            step_s=self._mean_step_s(first, last, len(records)),
+            step_s=to_mean_s * self._busy_ns(),
         )
 
-    @staticmethod
-    def _mean_step_s(first: StepRecord, last: StepRecord, steps: int) -> float:
-        """From one result to the next; of a single step, from plan to emitted tokens."""
-        if steps == 1:
-            return 1e-9 * (last.emitted_ns - last.schedule_begin_ns)
-        return 1e-9 * (last.emitted_ns - first.emitted_ns) / (steps - 1)
+    def _busy_ns(self) -> int:
+        """Sum the times from one result to the next; behind an idle time, from the plan on."""
+        busy_ns = 0
+        before: StepRecord | None = None
+        for record in self._records:
+            begin_ns = record.schedule_begin_ns
+            if before is not None and begin_ns <= before.emitted_ns:
+                begin_ns = before.result_received_ns
+            busy_ns += record.result_received_ns - begin_ns
+            before = record
+        return busy_ns

@@ -1,5 +1,6 @@
 """The model of a path on a device of this machine, as the shell wants it."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -101,8 +102,13 @@ class LocalModel:
 def set_threads(num_threads: int | None) -> None:
     """Use so many threads for one CPU operation, and one for running operations side by side.
 
-    Called once, before torch computes anything. None: as many as torch finds cores.
+    Called once, before torch computes anything. None: as torch would, but where that is every
+    core, one is left to the scheduler and the clients: threads that share a core with them
+    wait for each other at every barrier (docs/performance.md).
     """
-    if num_threads is not None:
-        torch.set_num_threads(num_threads)
+    if num_threads is None:
+        num_threads = torch.get_num_threads()
+        if num_threads >= (os.cpu_count() or 1):
+            num_threads = max(1, num_threads - 1)
+    torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)

@@ -16,10 +16,11 @@ from rich.table import Table
 
 from pagemill.cli import options
 from pagemill.cli.bare_loop import BareLoop, bare_loop
+from pagemill.cli.exit_status import CliError
 from pagemill.cli.local_server import local_server
 from pagemill.cli.model_source import DEMO, Model, resolve
 from pagemill.cli.program_settings import arguments, program
-from pagemill.client import AsyncClient
+from pagemill.client import AsyncClient, StepTimes
 
 NumSeqs = Annotated[int, typer.Option(min=1, help="Sequences at once.")]
 InputLen = Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")]
@@ -88,7 +89,12 @@ class Overhead:
     """Engine over bare: the median of the pairs' ratios, in which drift cancels out."""
 
     overhead_ms_per_step: float
-    """The engine's wall time less the bare loop's, per step of the engine."""
+    """The engine's own cost: what a mean step takes, from one result to the next, less the time
+    in which the worker executes it."""
+
+    wall_ms_per_step: float
+    """The engine's wall time less the bare loop's, per step of the engine. Besides the own cost,
+    this holds what scheduler and clients take from a worker on the same cores, and all noise."""
 
     rounds: list[dict[str, float]]
     """The pairs, in order."""
@@ -116,10 +122,10 @@ def overhead(
         num_seqs=num_seqs, input_len=input_len, output_len=output_len, num_pairs=pairs
     )
     flags = {"device": device, "dtype": dtype, "threads": threads}
-    measured = asyncio.run(
+    pairs_run, steps = asyncio.run(
         _measure(resolve(model), flags, {"pipeline_depth": pipeline_depth}, workload)
     )
-    result = summarize(measured, workload)
+    result = summarize(pairs_run, steps, workload)
     if as_json:
         sys.stdout.write(json.dumps(asdict(result)) + "\n")
     else:
@@ -131,7 +137,7 @@ async def _measure(
     worker_flags: Mapping[str, object],
     scheduler_flags: Mapping[str, object],
     workload: Workload,
-) -> list[Pair]:
+) -> tuple[list[Pair], StepTimes]:
     # Room for every sequence, and the same on both sides whatever memory says.
     tokens = workload.input_len + workload.output_len
     blocks = workload.num_seqs * (tokens // 16 + 1)
@@ -147,7 +153,10 @@ async def _measure(
         for number in range(workload.num_pairs + 1):
             prompts = workload.prompts(number, vocab_size)
             pairs.append(await _pair(client, bare, workload, prompts, engine_first=number % 2 == 0))
-        return pairs[1:]
+        steps = (await client.load()).recent_steps
+        if steps is None:
+            raise CliError("the server tells nothing of its steps")
+        return pairs[1:], steps
 
 
 async def _pair(
@@ -202,14 +211,15 @@ async def _run_bare(bare: BareLoop, workload: Workload, prompts: Sequence[Sequen
     return float(answer["wall_s"])
 
 
-def summarize(pairs: Sequence[Pair], workload: Workload) -> Overhead:
-    """Return the medians of some pairs."""
+def summarize(pairs: Sequence[Pair], steps: StepTimes, workload: Workload) -> Overhead:
+    """Return the medians of some pairs, and what the engine says of its latest steps."""
     tokens = workload.output_tokens
     return Overhead(
         engine_tok_s=statistics.median(tokens / pair.engine_s for pair in pairs),
         bare_tok_s=statistics.median(tokens / pair.bare_s for pair in pairs),
         ratio=statistics.median(pair.bare_s / pair.engine_s for pair in pairs),
-        overhead_ms_per_step=statistics.median(
+        overhead_ms_per_step=1000 * (steps.step_s - steps.model_s),
+        wall_ms_per_step=statistics.median(
             1000 * (pair.engine_s - pair.bare_s) / pair.steps for pair in pairs
         ),
         rounds=[asdict(pair) for pair in pairs],
@@ -223,5 +233,6 @@ def _table(result: Overhead) -> Table:
     table.add_row("engine", f"{result.engine_tok_s:.1f} tokens/s")
     table.add_row("bare loop", f"{result.bare_tok_s:.1f} tokens/s")
     table.add_row("ratio", f"{result.ratio:.3f}")
-    table.add_row("overhead", f"{result.overhead_ms_per_step:.3f} ms per step")
+    table.add_row("engine's own cost", f"{result.overhead_ms_per_step:.3f} ms per step")
+    table.add_row("difference in wall time", f"{result.wall_ms_per_step:.3f} ms per step")
     return table

@@ -7,8 +7,19 @@ import pytest
 from pagemill.cli.bare_loop import bare_loop
 from pagemill.cli.bench import Pair, Workload, summarize
 from pagemill.cli.exit_status import CliError
+from pagemill.client import StepTimes
 
 WORKLOAD = Workload(num_seqs=4, input_len=3, output_len=5, num_pairs=3)
+STEPS = StepTimes(
+    steps=3,
+    schedule_s=0.0,
+    encode_s=0.0,
+    wire_s=0.0,
+    worker_wait_s=0.0,
+    model_s=0.098,
+    emit_s=0.0,
+    step_s=0.1,
+)
 ECHO = """
 import json, sys
 print(json.dumps({"ready": True}), flush=True)
@@ -19,11 +30,12 @@ for line in sys.stdin:
 
 def test_a_drifting_machine_does_not_move_the_ratio() -> None:
     pairs = [Pair(engine_s=1.0 * k, bare_s=0.9 * k, steps=10) for k in (1, 2, 4)]
-    result = summarize(pairs, WORKLOAD)
+    result = summarize(pairs, STEPS, WORKLOAD)
     assert result.ratio == pytest.approx(0.9)
     assert result.engine_tok_s == pytest.approx(10)
     assert result.bare_tok_s == pytest.approx(20 / 1.8)
-    assert result.overhead_ms_per_step == pytest.approx(20)
+    assert result.wall_ms_per_step == pytest.approx(20)
+    assert result.overhead_ms_per_step == pytest.approx(2)
     assert [pair["engine_s"] for pair in result.rounds] == [1, 2, 4]
 
 

@@ -38,6 +38,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadingHT
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
         monkeypatch.setenv("HF_HOME", str(tmp_path))
         monkeypatch.setenv("NO_PROXY", "127.0.0.1")
         yield server

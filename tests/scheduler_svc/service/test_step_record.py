@@ -9,9 +9,9 @@ from scheduler_svc.service.step_record import RecentSteps, StepRecord
 MS = 1_000_000
 
 
-def record(step_id: int) -> StepRecord:
-    """Return a step of 20 ms; one begins every 30 ms."""
-    begin = step_id * 30 * MS
+def record(step_id: int, period_ms: int = 30) -> StepRecord:
+    """Return a step whose result comes after 15 ms, and whose tokens are out after 20 ms."""
+    begin = step_id * period_ms * MS
     return StepRecord(
         step_id=step_id,
         epoch_number=1,
@@ -59,15 +59,18 @@ def test_the_parts_of_a_step_sum_to_it() -> None:
     assert times.worker_wait_s == pytest.approx(0.002)
     assert times.model_s == pytest.approx(0.008)
     assert times.emit_s == pytest.approx(0.004)
-    assert times.step_s == pytest.approx(0.030)
 
 
-def test_a_single_step_lasts_from_plan_to_tokens() -> None:
+@pytest.mark.parametrize(("period_ms", "step_s"), [(30, 0.015), (21, 0.015), (19, 0.0186)])
+def test_a_step_lasts_from_result_to_result_but_idle_time_is_not_counted(
+    period_ms: int, step_s: float
+) -> None:
     recent = RecentSteps()
-    recent.step(record(7))
+    for step_id in range(10):
+        recent.step(record(step_id, period_ms))
     times = recent.times()
     assert times is not None
-    assert times.step_s == pytest.approx(0.020)
+    assert times.step_s == pytest.approx(step_s)
 
 
 def test_only_the_newest_are_kept() -> None:
