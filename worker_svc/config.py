@@ -93,10 +93,11 @@ class WorkerSettings(BaseSettings):
     """Type of the cached keys and values. auto: as dtype."""
 
     kv_cache_memory_bytes: int | None = Field(default=None, gt=0)
-    """Bytes of the KV cache, whatever memory is free. Unset: as memory allows."""
+    """Bytes of the KV cache, whatever memory is free. Unset: as memory allows; on a CPU 0.4 of what
+    is free, at most 4 GiB."""
 
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
-    """Share of the device's memory for weights, activations and KV cache together."""
+    """Share of a GPU's memory for weights, activations and KV cache together."""
 
     num_gpu_blocks_override: int | None = Field(default=None, gt=0)
     """Usable blocks of the KV cache, whatever memory says. The scheduler's wish goes first."""

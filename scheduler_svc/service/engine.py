@@ -17,6 +17,7 @@ from scheduler_svc.core.errors import (
     SlowReaderError,
     UnavailableError,
 )
+from scheduler_svc.core.plan_pacing import PlanPacing
 from scheduler_svc.core.request import FinishReason, Request, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepPlan
@@ -28,7 +29,6 @@ from scheduler_svc.service.engine_door import (
     Totals,
 )
 from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
-from scheduler_svc.service.plan_pacing import PlanPacing
 from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
 from scheduler_svc.service.step_record import RecentSteps, StepObserver, StepTracer

@@ -128,7 +128,8 @@ class WorkerGroup:
         if old is not None and old.boot_id != hello.boot_id:
             raise JoinRefusedError(
                 grpc.StatusCode.ALREADY_EXISTS,
-                f"group {self.number} rank 0 is taken by the worker with boot id {old.boot_id:x}",
+                f"group {self.number} rank 0 is taken by the worker with boot id "
+                f"{old.boot_id:016x}",
             )
         if old is not None:
             # Its connection broke, and it noticed before we did.
@@ -136,7 +137,7 @@ class WorkerGroup:
         link = WorkerLink(hello, self._ack(hello), self)
         self._links[0] = link
         self._empty.clear()
-        self._log.info("worker joined", rank=0, boot_id=f"{hello.boot_id:x}")
+        self._log.info("worker joined", rank=0, boot_id=f"{hello.boot_id:016x}")
         return link
 
     def _ack(self, hello: worker_pb2.WorkerHello) -> worker_pb2.JoinAck:
@@ -203,7 +204,7 @@ class WorkerGroup:
             self._leader = None
             self._mailbox.post(GroupLost(reason))
         log = self._log.info if self._stopping else self._log.warning
-        log("worker gone", rank=link.rank, boot_id=f"{link.boot_id:x}", reason=reason)
+        log("worker gone", rank=link.rank, boot_id=f"{link.boot_id:016x}", reason=reason)
 
     # Who may join.
 

@@ -53,11 +53,12 @@ def _table(times: StepTimes) -> Table:
         "schedule": times.schedule_s,
         "encode": times.encode_s,
         "wire": times.wire_s,
-        "wait": times.worker_wait_s,
+        "worker wait": times.worker_wait_s,
         "model": times.model_s,
         "emit": times.emit_s,
     }
-    table = Table(caption="wait: the plan lay in the worker while the step before ran")
+    # With two plans in flight the parts overlap, and add up to more than a step.
+    table = Table(caption="worker wait and wire pass while the step before still runs")
     table.add_column("part of a step")
     table.add_column("ms", justify="right")
     for name, seconds in parts.items():

@@ -89,7 +89,7 @@ async def test_the_only_place_is_given_once() -> None:
         await until(listener.ready)
         code, details = await refusal(listener.address, hello(boot_id=2))
         assert code is grpc.StatusCode.ALREADY_EXISTS
-        assert "taken by the worker with boot id 1" in details
+        assert "taken by the worker with boot id 0000000000000001" in details
         assert listener.ready()
 
 

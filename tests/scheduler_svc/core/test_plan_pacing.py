@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from scheduler_svc.service.plan_pacing import LEAD_SHARE, SHORT_STEP_NS, PlanPacing
+from scheduler_svc.core.plan_pacing import LEAD_SHARE, SHORT_STEP_NS, PlanPacing
 
 long_steps = st.integers(SHORT_STEP_NS, 10**10)
 
