@@ -63,14 +63,15 @@ def _merge_splits(
         log2_sums_ptr + head * num_parts + part, part < num_parts, float("-inf")
     )
     best = tl.max(log2_sum, 0)
-    total = tl.sum(tl.exp2(log2_sum - tl.where(best == float("-inf"), 0.0, best)), 0)
+    origin = tl.where(best == float("-inf"), 0.0, best)
+    total = tl.sum(tl.exp2(log2_sum - origin), 0)
     out = tl.zeros([DIM_TILE], tl.float32)
     for i in range(num_parts):
         one = tl.load(log2_sums_ptr + head * num_parts + i)
-        filled = one != float("-inf")
-        offset = (head * num_parts + i) * HEAD_DIM
-        value = tl.load(partial_ptr + offset + dim, dim < tl.where(filled, HEAD_DIM, 0), 0.0)
-        out += value * tl.where(filled, tl.exp2(one - best), 0.0)
+        # An empty part was not written.
+        width = tl.where(one == float("-inf"), 0, HEAD_DIM)
+        value = tl.load(partial_ptr + (head * num_parts + i) * HEAD_DIM + dim, dim < width, 0.0)
+        out += value * tl.exp2(one - origin)
 
     out = out / tl.where(total == 0.0, 1.0, total)
     tl.store(out_ptr + head * HEAD_DIM + dim, out.to(out_ptr.dtype.element_ty), dim < HEAD_DIM)

@@ -138,7 +138,7 @@ def launch_decode(
     R, H, D = q.shape
     S, G = k_cache.shape[1:3]
     target = target_of(q.device)
-    tile = tile or tile_of("paged_decode", target, D, q.dtype)
+    tile = tile or tile_of("paged_decode", target, D, q.dtype, k_cache.dtype)
     form = kv_format(k_cache, target)
     head_tile = max(16, min(64, triton.next_power_of_2(H // G)))
     _paged_decode[(num_splits, G * triton.cdiv(H // G, head_tile), R)](

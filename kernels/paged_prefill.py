@@ -85,7 +85,7 @@ def paged_prefill(
         return out
     S, G = k_cache.shape[1:3]
     target = target_of(q.device)
-    tile = tile or tile_of("paged_prefill", target, D, q.dtype)
+    tile = tile or tile_of("paged_prefill", target, D, q.dtype, k_cache.dtype)
     form = kv_format(k_cache, target)
     rows = count_rows(tile.rows, H // G, max_query_len)
     tokens_per_tile = rows // (H // G)

@@ -82,7 +82,7 @@ def shared_prefix(
     S, G = k_cache.shape[1:3]
     prefix = shared_blocks.shape[0] * S
     target = target_of(q.device)
-    prefix_tile = tile or tile_of("shared_prefix", target, D, q.dtype)
+    prefix_tile = tile or tile_of("shared_prefix", target, D, q.dtype, k_cache.dtype)
     rows = max(16, min(prefix_tile.rows, triton.next_power_of_2(R * (H // G))))
     if num_splits is None:
         row_tiles = triton.cdiv(R * (H // G), rows)

@@ -1,8 +1,8 @@
 """Which tile sizes a kernel uses on which GPU, and where each choice comes from.
 
 Nothing is tuned at run time: a server that times kernels while it starts answers late, and
-differently from its neighbour. A row is chosen by (kernel, target, padded head dimension, bytes of
-an activation); what has no row falls back to the row of a wider type, then to `_FALLBACK`.
+differently from its neighbour. A row is chosen by (kernel, target, padded head dimension, bytes of a
+cached element); what has no row falls back to a row with room for more, then to `_FALLBACK`.
 """
 
 from dataclasses import dataclass
@@ -57,20 +57,30 @@ _INTERPRETED: Final = "small, so that the interpreter's tests see several tiles"
 
 _FALLBACK: Final = Tile(32, 32, 4, 2, "safe anywhere: below 48 KiB of shared memory; never timed")
 
-# (kernel, target, padded head dimension, bytes of an activation)
+# (kernel, target, padded head dimension, bytes of a cached element)
 _Key = tuple[str, str, int, int]
 
 _TILES: Final[dict[_Key, Tile]] = {
     # Decode waits for memory. What counts is bytes in flight: on an H200 some 29 KiB per
-    # multiprocessor hide 800 ns at 4.8 TB/s, so two stages of 32 KiB twice per multiprocessor do.
+    # multiprocessor hide 800 ns at 4.8 TB/s; two stages of 32 KiB (four of 16 KiB with fp8) in
+    # each of two or three programs are well above.
+    ("paged_decode", "sm_80", 64, 1): Tile(16, 64, 4, 5, _COMPILED),
+    ("paged_decode", "sm_80", 128, 1): Tile(16, 64, 4, 5, _COMPILED),
+    ("paged_decode", "sm_80", 256, 1): Tile(16, 32, 4, 5, _COMPILED),
     ("paged_decode", "sm_80", 64, 2): Tile(16, 64, 4, 3, _COMPILED),
     ("paged_decode", "sm_80", 128, 2): Tile(16, 64, 4, 3, _COMPILED),
     ("paged_decode", "sm_80", 256, 2): Tile(16, 32, 4, 3, _COMPILED),
     ("paged_decode", "sm_80", 256, 4): Tile(16, 16, 4, 2, _COMPILED),
+    ("paged_decode", "sm_90", 64, 1): Tile(16, 64, 4, 5, _COMPILED),
+    ("paged_decode", "sm_90", 128, 1): Tile(16, 64, 4, 5, _COMPILED),
+    ("paged_decode", "sm_90", 256, 1): Tile(16, 32, 4, 5, _COMPILED),
     ("paged_decode", "sm_90", 64, 2): Tile(16, 128, 4, 3, _COMPILED),
     ("paged_decode", "sm_90", 128, 2): Tile(16, 64, 4, 3, _COMPILED),
     ("paged_decode", "sm_90", 256, 2): Tile(16, 32, 4, 3, _COMPILED),
     ("paged_decode", "sm_90", 256, 4): Tile(16, 16, 4, 2, _COMPILED),
+    ("paged_decode", "sm_100", 64, 1): Tile(16, 64, 4, 5, _COMPILED),
+    ("paged_decode", "sm_100", 128, 1): Tile(16, 64, 4, 5, _COMPILED),
+    ("paged_decode", "sm_100", 256, 1): Tile(16, 32, 4, 5, _COMPILED),
     ("paged_decode", "sm_100", 64, 2): Tile(16, 128, 4, 3, _COMPILED),
     ("paged_decode", "sm_100", 128, 2): Tile(16, 64, 4, 3, _COMPILED),
     ("paged_decode", "sm_100", 256, 2): Tile(16, 32, 4, 3, _COMPILED),
@@ -117,12 +127,16 @@ def target_of(device: torch.device) -> Target:
     return Target(name, properties.multi_processor_count)
 
 
-def tile_of(kernel: str, target: Target, head_dim: int, dtype: torch.dtype) -> Tile:
-    """Return the tile for a kernel, at the narrowest row that has room for head_dim and dtype."""
+def tile_of(
+    kernel: str, target: Target, head_dim: int, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> Tile:
+    """Return the tile for a kernel, from the narrowest row with room for head_dim and dtypes."""
     kernel = _LIKE.get(kernel, kernel)
-    for itemsize in (2, 4):
+    # fp8 makes tiles in flight small, but not those that are worked on.
+    wanted = kv_dtype.itemsize if dtype.itemsize == 2 else 4
+    for itemsize in (1, 2, 4):
         for dim in (64, 128, 256):
             tile = _TILES.get((kernel, target.name, dim, itemsize))
-            if tile is not None and dim >= head_dim and itemsize >= dtype.itemsize:
+            if tile is not None and dim >= head_dim and itemsize >= wanted:
                 return tile
     return _FALLBACK
