@@ -95,7 +95,8 @@ def shared_prefix(
     partial = torch.empty((R, H, P, D), dtype=torch.float32, device=q.device)
     sums = torch.empty((R, H, P), dtype=torch.float32, device=q.device)
     form = kv_format(k_cache, target)
-    _shared_prefix[(num_splits[0], G, triton.cdiv(R * (H // G), rows))](
+    # Tiles of rows that read the same keys are neighbours: all but the first find them in the L2.
+    _shared_prefix[(triton.cdiv(R * (H // G), rows), G, num_splits[0])](
         q,
         as_loaded(k_cache, form),
         as_loaded(v_cache, form),
@@ -163,15 +164,15 @@ def _shared_prefix(
     SOFT_CAPPED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One program per (split of the prefix, key/value head, tile of query rows).
+    """One program per (tile of query rows, key/value head, split of the prefix).
 
     A row is one request under one of the GROUP query heads that share the key/value head.
     Tiles: q, acc [ROWS, D]; k, v [TILE, D]; scores [ROWS, TILE]; best, total [ROWS].
     """
     DTYPE: tl.constexpr = q_ptr.dtype.element_ty if DOT is None else DOT
-    split = tl.program_id(0)
+    split = tl.program_id(2)
     kv_head = tl.program_id(1)
-    row = tl.program_id(2) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     request = (row // GROUP).to(tl.int64)
     head = kv_head * GROUP + row % GROUP
     dim = tl.arange(0, DIM_TILE)
