@@ -125,8 +125,9 @@ def check_attention_options(window: int | None, soft_cap: float | None) -> None:
 def check_rows(name: str, tensor: torch.Tensor) -> None:
     """Raises: ValueError unless everything behind the first dimension is contiguous."""
     if tensor.shape[0] and not tensor[0].is_contiguous():
-        raise ValueError(f"each token of {name} must be contiguous, its strides are "
-                         f"{tensor.stride()}")
+        raise ValueError(
+            f"each token of {name} must be contiguous, its strides are {tensor.stride()}"
+        )
 
 
 def check_contiguous(**tensors: torch.Tensor) -> None:

@@ -36,6 +36,7 @@ def copy_blocks(cache: CacheAddresses, src: torch.Tensor, dst: torch.Tensor) -> 
         BLOCK_BYTES=cache.block_bytes,
         SPAN_BYTES=span_bytes,
         num_warps=8,
+        enable_fp_fusion=True,
     )
 
 

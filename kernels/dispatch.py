@@ -58,6 +58,10 @@ def _triton(case: Case) -> str | None:
         return f"the device is {case.device}, Triton needs a GPU"
     if case.target.startswith("sm_") and int(case.target[3:]) < 80:
         return f"the GPU is {case.target}, the kernels need sm_80 (bf16, asynchronous copies)"
+    return _no_tiles(case)
+
+
+def _no_tiles(case: Case) -> str | None:
     if case.dtype not in checks.ACTIVATIONS:
         return f"activations are {case.dtype}, must be one of {checks.ACTIVATIONS}"
     if case.kv_dtype != case.dtype and case.kv_dtype not in checks.FP8:

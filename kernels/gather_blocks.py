@@ -42,6 +42,7 @@ def gather_blocks(cache: CacheAddresses, blocks: torch.Tensor, staging: torch.Te
         BLOCK_BYTES=cache.block_bytes,
         SPAN_BYTES=span_bytes,
         num_warps=8,
+        enable_fp_fusion=True,
     )
 
 

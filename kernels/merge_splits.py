@@ -21,8 +21,10 @@ def merge_splits(partial: torch.Tensor, log2_sums: torch.Tensor, out: torch.Tens
     Source: Dao et al. 2023, Flash-Decoding.
     """
     if partial.dim() != 4 or log2_sums.shape != partial.shape[:3]:
-        raise ValueError(f"partial {list(partial.shape)} and log2_sums {list(log2_sums.shape)} "
-                         "must be [T, H, P, D] and [T, H, P]")
+        raise ValueError(
+            f"partial {list(partial.shape)} and log2_sums {list(log2_sums.shape)} "
+            "must be [T, H, P, D] and [T, H, P]"
+        )
     T, H, P, D = partial.shape
     if out.shape != (T, H, D) or out.dtype not in ACTIVATIONS:
         raise ValueError(f"out is {list(out.shape)} {out.dtype}, must be [{T}, {H}, {D}]")
@@ -41,6 +43,7 @@ def merge_splits(partial: torch.Tensor, log2_sums: torch.Tensor, out: torch.Tens
         HEAD_DIM=D,
         DIM_TILE=triton.next_power_of_2(D),
         num_warps=4,
+        enable_fp_fusion=True,
     )
 
 
@@ -59,9 +62,7 @@ def _merge_splits(
     part = tl.arange(0, PARTS)
     dim = tl.arange(0, DIM_TILE)
 
-    log2_sum = tl.load(
-        log2_sums_ptr + head * num_parts + part, part < num_parts, float("-inf")
-    )
+    log2_sum = tl.load(log2_sums_ptr + head * num_parts + part, part < num_parts, float("-inf"))
     best = tl.max(log2_sum, 0)
     origin = tl.where(best == float("-inf"), 0.0, best)
     total = tl.sum(tl.exp2(log2_sum - origin), 0)

@@ -67,8 +67,10 @@ def multi_lora(
     T, E = x.shape
     L, rank, _ = a.shape
     if b.dim() != 3 or (b.shape[0], b.shape[2]) != (L, rank) or not 1 <= rank <= 128:
-        raise ValueError(f"a {list(a.shape)} and b {list(b.shape)} must be [L, r, E] and "
-                         "[L, O, r], r from 1 to 128")
+        raise ValueError(
+            f"a {list(a.shape)} and b {list(b.shape)} must be [L, r, E] and "
+            "[L, O, r], r from 1 to 128"
+        )
     if y.shape != (T, b.shape[1]):
         raise ValueError(f"y is {list(y.shape)}, must be [{T}, {b.shape[1]}]")
     if not x.dtype == a.dtype == b.dtype == y.dtype:
@@ -76,8 +78,10 @@ def multi_lora(
     if scale.shape != (L,) or scale.dtype != torch.float32:
         raise ValueError(f"scale is {list(scale.shape)} {scale.dtype}, must be [{L}] float32")
     if runs.order.shape != (T,) or runs.starts.shape != (L + 1,):
-        raise ValueError(f"runs of {runs.order.shape[0]} tokens and {runs.starts.shape[0] - 1} "
-                         f"adapters do not fit {T} and {L}")
+        raise ValueError(
+            f"runs of {runs.order.shape[0]} tokens and {runs.starts.shape[0] - 1} "
+            f"adapters do not fit {T} and {L}"
+        )
     check_rows("x", x)
     check_rows("y", y)
     check_contiguous(a=a, b=b, scale=scale)
@@ -92,11 +96,12 @@ def multi_lora(
     _shrink[(splits, tiles, L)](
         x, a, runs.order, runs.starts, shrunk, x.stride(0), T, SIZE=E, RANK=rank,
         RANK_TILE=rank_tile, ROWS=_ROWS, DEPTH=_DEPTH, SPLITS=splits, DOT=dot, num_warps=4,
-        num_stages=3,
+        num_stages=3, enable_fp_fusion=True,
     )  # fmt: skip
     _expand[(triton.cdiv(y.shape[1], _COLUMNS), tiles, L)](
         shrunk, b, scale, runs.order, runs.starts, y, y.stride(0), T, SIZE=y.shape[1], RANK=rank,
         RANK_TILE=rank_tile, ROWS=_ROWS, COLUMNS=_COLUMNS, SPLITS=splits, DOT=dot, num_warps=4,
+        enable_fp_fusion=True,
     )  # fmt: skip
 
 

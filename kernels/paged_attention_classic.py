@@ -64,8 +64,10 @@ def paged_attention_classic(
         raise ValueError(f"q {list(q.shape)} {q.dtype} does not fit v_cache {list(v_cache.shape)}")
     N, G, _, S = v_cache.shape
     if k_cache.shape != (N, G, D // x, S, x) or H % G or S not in BLOCK_SIZES:
-        raise ValueError(f"k_cache is {list(k_cache.shape)}, must be {[N, G, D // x, S, x]}, and "
-                         f"{H} query heads a multiple of {G}")
+        raise ValueError(
+            f"k_cache is {list(k_cache.shape)}, must be {[N, G, D // x, S, x]}, and "
+            f"{H} query heads a multiple of {G}"
+        )
     if not q.dtype == k_cache.dtype == v_cache.dtype:
         raise ValueError(f"q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}: differ")
     check_requests(q, block_tables, seq_lens, R)
@@ -96,6 +98,7 @@ def paged_attention_classic(
         PIECE=x,
         SOFT_CAPPED=soft_cap is not None,
         num_warps=4,
+        enable_fp_fusion=True,
     )
     return out
 

@@ -92,13 +92,43 @@ def paged_decode(
         total = R * in_sight if num_tokens is None else min(num_tokens, R * in_sight)
         num_splits = count_splits(G, in_sight, total, target_of(q.device).num_processors)
     if num_splits == 1:
-        launch_decode(q, k_cache, v_cache, block_tables, seq_lens, scale, out, None, 1, 0, 0,
-                      window, soft_cap, scales, tile)
+        launch_decode(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            seq_lens,
+            scale,
+            out,
+            None,
+            1,
+            0,
+            0,
+            window,
+            soft_cap,
+            scales,
+            tile,
+        )
         return out
     partial = torch.empty((R, H, num_splits, D), dtype=torch.float32, device=q.device)
     sums = torch.empty((R, H, num_splits), dtype=torch.float32, device=q.device)
-    launch_decode(q, k_cache, v_cache, block_tables, seq_lens, scale, partial, sums, num_splits, 0,
-                  0, window, soft_cap, scales, tile)
+    launch_decode(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        scale,
+        partial,
+        sums,
+        num_splits,
+        0,
+        0,
+        window,
+        soft_cap,
+        scales,
+        tile,
+    )
     merge_splits(partial, sums, out)
     return out
 
@@ -173,6 +203,7 @@ def launch_decode(
         # The interpreter multiplies bf16 tiles as if their bits were integers.
         DOT=tl.float32 if target.interpreted else None,
         num_warps=tile.num_warps,
+        enable_fp_fusion=True,
         num_stages=tile.num_stages,
     )
 
@@ -209,7 +240,7 @@ def _paged_decode(
     SOFT_CAPPED: tl.constexpr,
     DOT: tl.constexpr,
 ):
-    """One program per (split, key/value head, request), serving the GROUP query heads that share it.
+    """One program per (split, key/value head, request), for the GROUP query heads that share it.
 
     Tiles: q, acc [HEAD_TILE, D]; k, v [TILE, D]; scores [HEAD_TILE, TILE]; best, total [HEAD_TILE].
     """
@@ -237,8 +268,7 @@ def _paged_decode(
     q = tl.load(q_ptr + q_offset, real, 0.0).to(DTYPE)
     if k_scale_ptr is not None:
         scale *= tl.load(k_scale_ptr + kv_head * SCALE_STRIDE)
-    best = tl.full([HEAD_TILE], float("-inf"), tl.float32)
-    total = tl.zeros([HEAD_TILE], tl.float32)
+    best, total = tl.full([HEAD_TILE], float("-inf"), tl.float32), tl.zeros([HEAD_TILE], tl.float32)
     acc = tl.zeros([HEAD_TILE, DIM_TILE], tl.float32)
     table_ptr = block_tables_ptr + request * table_stride
     block = blocks_of_tile(table_ptr, start, first_seen, end, BLOCK_SIZE, TILE)
@@ -254,20 +284,22 @@ def _paged_decode(
         # The next tile's blocks are fetched while this one is worked on.
         block = blocks_of_tile(table_ptr, first + TILE, first_seen, end, BLOCK_SIZE, TILE)
 
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
-        scores = to_log2_scores(products, scale, soft_cap, SOFT_CAPPED)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = to_log2_scores(scores, scale, soft_cap, SOFT_CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, shrink, best, total = online_softmax(scores, best, total)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(DTYPE), v, acc, input_precision="ieee")
+        acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision="ieee")
 
     out = normalise(acc, total)
     if v_scale_ptr is not None:
         out *= tl.load(v_scale_ptr + kv_head * SCALE_STRIDE)
     row = request * (NUM_KV_HEADS * GROUP) + head
     if log2_sums_ptr is None:
-        tl.store(out_ptr + (row * HEAD_DIM)[:, None] + dim[None, :],
-                 out.to(out_ptr.dtype.element_ty), real)
+        tl.store(
+            out_ptr + (row * HEAD_DIM)[:, None] + dim[None, :],
+            out.to(out_ptr.dtype.element_ty),
+            real,
+        )
     else:
         part = row * num_parts + first_part + split
         tl.store(log2_sums_ptr + part, log2_sum(best, total), member < GROUP)

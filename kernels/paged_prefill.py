@@ -120,6 +120,7 @@ def paged_prefill(
         # The interpreter multiplies bf16 tiles as if their bits were integers.
         DOT=tl.float32 if target.interpreted else None,
         num_warps=tile.num_warps if rows >= tile.rows else 4,
+        enable_fp_fusion=True,
         num_stages=tile.num_stages,
     )
     return out
@@ -127,8 +128,9 @@ def paged_prefill(
 
 def count_rows(most: int, group: int, max_query_len: int) -> int:
     """Return the height of a tile: no more than the tokens of a request fill, a power of two."""
-    filled = triton.next_power_of_2(max(16, group * max_query_len))
-    return max(min(most, filled), triton.next_power_of_2(group))
+    filled: int = triton.next_power_of_2(max(16, group * max_query_len))
+    least: int = triton.next_power_of_2(group)
+    return max(min(most, filled), least)
 
 
 @triton.jit
@@ -298,6 +300,5 @@ def _attend(
                 seen = seen & (position[None, :] > place[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         weights, shrink, best, total = online_softmax(scores, best, total)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(DTYPE), v, acc, input_precision="ieee")
+        acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision="ieee")
     return best, total, acc

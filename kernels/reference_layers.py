@@ -1,5 +1,7 @@
 """What the kernels around attention must compute, in fp32."""
 
+from itertools import pairwise
+
 import torch
 
 from kernels.multi_lora import AdapterRuns
@@ -30,16 +32,14 @@ def multi_lora(
     """Return what the adapters add to y, in fp32. Shapes: as in `multi_lora.multi_lora`."""
     out = torch.zeros((len(x), b.shape[1]), dtype=torch.float32, device=x.device)
     starts = runs.starts.tolist()
-    for adapter, (start, end) in enumerate(zip(starts, starts[1:], strict=False)):
+    for adapter, (start, end) in enumerate(pairwise(starts)):
         tokens = runs.order[start:end].long()
         shrunk = (x[tokens].float() @ a[adapter].float().T).to(x.dtype).float()
         out[tokens] = scale[adapter] * (shrunk @ b[adapter].float().T)
     return out
 
 
-def to_classic(
-    k_cache: torch.Tensor, v_cache: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def to_classic(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a cache [N, S, G, D] in the layout of `paged_attention_classic`."""
     N, S, G, D = k_cache.shape
     x = 16 // k_cache.element_size()

@@ -52,7 +52,7 @@ def kept_tokens(depth: torch.Tensor, top_k: int, top_p: float, min_p: float) -> 
     """Return which tokens the filters keep. Shapes: depth [V] fp32, returns [V] bool."""
     kept = depth.isfinite()
     if min_p > 0:
-        kept &= depth <= -np.float32(np.log(np.float32(min_p)))
+        kept &= depth <= -torch.tensor(min_p).log()
     if 0 < top_k < int(kept.sum()):
         kept &= depth <= depth[kept].sort().values[top_k - 1]
     if top_p < 1:

@@ -45,8 +45,10 @@ def rms_norm(
         if tensor is None:
             continue
         if tensor.shape != x.shape or tensor.dtype != x.dtype:
-            raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}, must be as x: "
-                             f"{list(x.shape)} {x.dtype}")
+            raise ValueError(
+                f"{name} is {list(tensor.shape)} {tensor.dtype}, must be as x: "
+                f"{list(x.shape)} {x.dtype}"
+            )
         check_contiguous(**{name: tensor})
         check_device(x, **{name: tensor})
     check_rows("x", x)
@@ -65,6 +67,7 @@ def rms_norm(
         SIZE=E,
         TILE=tile,
         num_warps=max(4, min(16, tile // 1024)),
+        enable_fp_fusion=True,
     )
     return out
 

@@ -68,8 +68,9 @@ def rotary(
         raise ValueError(f"q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} disagree")
     for name, table in (("cos", cos), ("sin", sin)):
         if table.shape != (T, D // 2) or table.dtype != torch.float32:
-            raise ValueError(f"{name} is {list(table.shape)} {table.dtype}, must be "
-                             f"[{T}, {D // 2}] float32")
+            raise ValueError(
+                f"{name} is {list(table.shape)} {table.dtype}, must be [{T}, {D // 2}] float32"
+            )
     check_rows("q", q)
     check_rows("k", k)
     check_contiguous(cos=cos, sin=sin)
@@ -103,6 +104,7 @@ def rotary(
         SCALE_STRIDE=0 if scales is None or scales.k.shape[0] == 1 else 1,
         FORMAT=form,
         num_warps=2,
+        enable_fp_fusion=True,
     )
 
 

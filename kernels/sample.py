@@ -108,6 +108,7 @@ def sample(
         V,
         TILE=_TILE,
         num_warps=8,
+        enable_fp_fusion=True,
     )
     return tokens
 
@@ -116,7 +117,7 @@ def _check_columns(
     logits: torch.Tensor, params: SamplingColumns, penalties: PenaltyColumns | None
 ) -> None:
     R, V = logits.shape
-    wanted = [
+    wanted: list[tuple[str, torch.Tensor, torch.dtype, tuple[int, ...]]] = [
         ("temperature", params.temperature, torch.float32, (R,)),
         ("top_k", params.top_k, torch.int32, (R,)),
         ("top_p", params.top_p, torch.float32, (R,)),
@@ -186,7 +187,8 @@ def _sample(
             logits_ptr, output_counts_ptr, in_prompt_ptr, start, vocabulary, repetition, frequency,
             presence, TILE,
         )  # fmt: skip
-        failed |= ((logit != logit) | (logit == float("inf"))).to(tl.int32)
+        # Neither NaN nor +inf is below +inf.
+        failed |= (logit < float("inf")).to(tl.int32) ^ 1
         better = logit > bests
         bests = tl.where(better, logit, bests)
         ids = tl.where(better, start + lane, ids)
@@ -301,11 +303,10 @@ def _find_cut(
             amount = tl.exp(-depth) if WEIGHED else tl.zeros_like(depth) + 1.0
             above = depth.to(tl.int32, bitcast=True)[:, None] <= pivot[None, :]
             sums += tl.sum(tl.where(above, amount[:, None], 0.0), 0)
-        if WEIGHED:
-            if first:
-                # The last pivot is the deepest depth: its sum is the whole.
-                target = target * tl.max(sums, 0)
-                first = False
+        if first and WEIGHED:
+            # The last pivot is the deepest depth: its sum is the whole.
+            target = target * tl.max(sums, 0)
+            first = False
         missed = tl.sum((sums < target).to(tl.int32), 0)
         low = tl.minimum(low + step * missed, high)
         high = tl.minimum(low + step - 1, high)

@@ -40,6 +40,7 @@ def scatter_blocks(cache: CacheAddresses, blocks: torch.Tensor, staging: torch.T
         BLOCK_BYTES=cache.block_bytes,
         SPAN_BYTES=span_bytes,
         num_warps=8,
+        enable_fp_fusion=True,
     )
 
 

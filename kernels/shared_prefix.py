@@ -126,10 +126,26 @@ def shared_prefix(
         # The interpreter multiplies bf16 tiles as if their bits were integers.
         DOT=tl.float32 if target.interpreted else None,
         num_warps=prefix_tile.num_warps if rows >= prefix_tile.rows else 4,
+        enable_fp_fusion=True,
         num_stages=prefix_tile.num_stages,
     )
-    launch_decode(q, k_cache, v_cache, block_tables, seq_lens, scale, partial, sums, num_splits[1],
-                  num_splits[0], prefix, None, soft_cap, scales, None)
+    launch_decode(
+        q,
+        k_cache,
+        v_cache,
+        block_tables,
+        seq_lens,
+        scale,
+        partial,
+        sums,
+        num_splits[1],
+        num_splits[0],
+        prefix,
+        None,
+        soft_cap,
+        scales,
+        None,
+    )
     merge_splits(partial, sums, out)
     return out
 
@@ -205,8 +221,7 @@ def _shared_prefix(
         scores = to_log2_scores(products, scale, soft_cap, SOFT_CAPPED)
         scores = tl.where((position < end)[None, :], scores, float("-inf"))
         weights, shrink, best, total = online_softmax(scores, best, total)
-        acc = acc * shrink[:, None]
-        acc = tl.dot(weights.to(DTYPE), v, acc, input_precision="ieee")
+        acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision="ieee")
 
     out = normalise(acc, total)
     if v_scale_ptr is not None:

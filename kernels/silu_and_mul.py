@@ -34,7 +34,7 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torc
         return out
     # Tokens in the first grid dimension: the second ends at 65,535.
     _silu_and_mul[(T, triton.cdiv(size, _TILE))](
-        gate_up, out, gate_up.stride(0), SIZE=size, TILE=_TILE, num_warps=4
+        gate_up, out, gate_up.stride(0), SIZE=size, TILE=_TILE, num_warps=4, enable_fp_fusion=True
     )
     return out
 

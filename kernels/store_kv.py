@@ -6,6 +6,7 @@ import triton.language as tl
 
 from kernels.checks import FP8, Scales, as_loaded, check_cache, check_device, check_rows
 from kernels.fp8 import quantise
+from kernels.tuned import target_of
 
 
 def store_kv(
@@ -45,6 +46,7 @@ def store_kv(
     if T == 0:
         return
     form = FP8.get(k_cache.dtype, "plain")
+    tile = min(triton.next_power_of_2(G * D), 2048)
     _store_kv[(T,)](
         k,
         v,
@@ -56,11 +58,13 @@ def store_kv(
         k.stride(0),
         v.stride(0),
         NUM_ELEMENTS=G * D,
-        TILE=min(triton.next_power_of_2(G * D), 2048),
+        TILE=tile,
         HEAD_DIM=D,
         SCALE_STRIDE=0 if scales is None or scales.k.shape[0] == 1 else 1,
         FORMAT=form,
-        num_warps=4,
+        # Eight elements to a thread: 16 bytes of bf16.
+        num_warps=max(1, tile // 8 // target_of(k.device).warp_size),
+        enable_fp_fusion=True,
     )
 
 

@@ -1,8 +1,8 @@
 """Which tile sizes a kernel uses on which GPU, and where each choice comes from.
 
 Nothing is tuned at run time: a server that times kernels while it starts answers late, and
-differently from its neighbour. A row is chosen by (kernel, target, padded head dimension, bytes of a
-cached element); what has no row falls back to a row with room for more, then to `_FALLBACK`.
+differently from its neighbour. A row is chosen by (kernel, target, padded head dimension, bytes of
+a cached element); what has no row falls back to a row with room for more, then to `_FALLBACK`.
 """
 
 from dataclasses import dataclass
@@ -27,6 +27,11 @@ class Target:
     def interpreted(self) -> bool:
         """Whether Triton's interpreter runs the kernels, not a GPU."""
         return self.name == "interpreter"
+
+    @property
+    def warp_size(self) -> int:
+        """Threads that run in step."""
+        return 64 if self.name.startswith("gfx") else 32
 
     @property
     def converts_e4m3(self) -> bool:
@@ -90,8 +95,9 @@ _TILES: Final[dict[_Key, Tile]] = {
     ("paged_decode", "gfx942", 256, 2): Tile(16, 32, 4, 2, _COMPILED),
     ("paged_decode", "gfx942", 256, 4): Tile(16, 16, 4, 1, _COMPILED),
     # Prefill waits for the tensor cores: a warpgroup of 4 warps owns 64 rows.
-    ("paged_prefill", "sm_80", 64, 2): Tile(128, 64, 4, 3, _COMPILED),
+    ("paged_prefill", "sm_80", 64, 2): Tile(128, 64, 8, 3, _COMPILED),
     ("paged_prefill", "sm_80", 128, 2): Tile(128, 32, 8, 3, _COMPILED),
+    ("paged_prefill", "sm_80", 256, 1): Tile(32, 32, 8, 2, _COMPILED),
     ("paged_prefill", "sm_80", 256, 2): Tile(64, 32, 8, 2, _COMPILED),
     ("paged_prefill", "sm_80", 256, 4): Tile(32, 16, 8, 2, _COMPILED),
     ("paged_prefill", "sm_90", 64, 2): Tile(128, 128, 8, 3, _COMPILED),
@@ -104,6 +110,7 @@ _TILES: Final[dict[_Key, Tile]] = {
     ("paged_prefill", "sm_100", 256, 4): Tile(32, 16, 8, 2, _COMPILED),
     ("paged_prefill", "gfx942", 64, 2): Tile(128, 32, 4, 2, _COMPILED),
     ("paged_prefill", "gfx942", 128, 2): Tile(128, 32, 4, 1, _COMPILED),
+    ("paged_prefill", "gfx942", 256, 1): Tile(32, 32, 4, 1, _COMPILED),
     ("paged_prefill", "gfx942", 256, 2): Tile(64, 32, 4, 1, _COMPILED),
     ("paged_prefill", "gfx942", 256, 4): Tile(32, 16, 4, 1, _COMPILED),
     ("paged_decode", "interpreter", 256, 4): Tile(16, 32, 4, 1, _INTERPRETED),
@@ -134,8 +141,8 @@ def tile_of(
     kernel = _LIKE.get(kernel, kernel)
     # fp8 makes tiles in flight small, but not those that are worked on.
     wanted = kv_dtype.itemsize if dtype.itemsize == 2 else 4
-    for itemsize in (1, 2, 4):
-        for dim in (64, 128, 256):
+    for dim in (64, 128, 256):
+        for itemsize in (1, 2, 4):
             tile = _TILES.get((kernel, target.name, dim, itemsize))
             if tile is not None and dim >= head_dim and itemsize >= wanted:
                 return tile

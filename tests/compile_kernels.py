@@ -6,14 +6,16 @@ process without TRITON_INTERPRET, it takes builds as JSON on stdin and prints on
 """
 
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Thread
 from typing import Any
 from unittest import mock
 
@@ -69,9 +71,8 @@ class Report:
     matrix: str
     """The tensor-core instruction, if there is one."""
 
-    warps: int = 4
-    stages: int = 1
-    extra: dict[str, int] = field(default_factory=dict)
+    warps: int
+    stages: int
 
 
 class CompileOnly:
@@ -106,7 +107,7 @@ def compiling_for(name: str) -> Iterator[list[Any]]:
     def target_of(device: torch.device) -> tuned.Target:
         return tuned.Target(name, processors)
 
-    patches = [mock.patch.object(JITFunction, "run", compile_only)]
+    patches: list[Any] = [mock.patch.object(JITFunction, "run", compile_only)]
     patches += [
         mock.patch.object(module, "target_of", target_of)
         for module in list(sys.modules.values())
@@ -137,8 +138,13 @@ def report(build: Build, kernel: Any) -> Report:
         ).stdout  # fmt: skip
     numbers = dict(re.findall(r"(REG|STACK|LOCAL):(\d+)", usage))
     sass_names = re.findall(r"\b(wgmma|tcgen05\.mma|mma\.sync|dp4a)", ptx)
-    wide = len(re.findall(r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64|"
-                          r"cp\.async\.c[ga]\.shared\.global[^;]*, (?:0x10|16)\b", ptx))
+    wide = len(
+        re.findall(
+            r"ld\.global[.\w:]*\.v4\.b32|ld\.global[.\w:]*\.v2\.b64|"
+            r"cp\.async\.c[ga]\.shared\.global[^;]*, (?:0x10|16)\b",
+            ptx,
+        )
+    )
     loads = len(re.findall(r"ld\.global|cp\.async\.c[ga]\.shared\.global", ptx))
     return Report(
         build,
@@ -176,11 +182,65 @@ def _report_amd(build: Build, kernel: Any) -> Report:
     )
 
 
-def main(launch: Callable[[Build], None]) -> None:
-    """Build what stdin lists, and print a report per launch, or the error in its place."""
+def build_all(builds: list[Build], processes: int = 1) -> list[Report]:
+    """Build in processes of their own, in which Triton does not interpret."""
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    running = []
+    for start in range(processes):
+        process = subprocess.Popen(
+            [sys.executable, __file__], env=environment, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+        )  # fmt: skip
+        lines = "".join(json.dumps(asdict(build)) + "\n" for build in builds[start::processes])
+        output: list[str] = []
+        reader = Thread(target=_collect, args=(process, lines, output))
+        reader.start()
+        running.append((process, reader, output))
+    reports = []
+    for process, reader, output in running:
+        reader.join()
+        if process.returncode:
+            raise RuntimeError(f"a compiling process ended with {process.returncode}")
+        for line in output:
+            fields = json.loads(line)
+            reports.append(Report(**fields | {"build": Build(**fields["build"])}))
+    return sorted(reports, key=lambda report: (builds.index(report.build), report.name))
+
+
+def _collect(process: subprocess.Popen[str], lines: str, output: list[str]) -> None:
+    output += process.communicate(lines)[0].splitlines()
+
+
+def table(reports: list[Report]) -> str:
+    """Lay the reports out for docs/kernels_compiled.md."""
+    head = (
+        "| kernel | target | activations | cache | head dim | block | warps | stages | registers "
+        "| spilled bytes | shared bytes | 16-byte loads | all loads | matrix instruction |\n"
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |\n"
+    )
+    rows = []
+    for r in reports:
+        b = r.build
+        cells = (r.name.strip("_"), b.target, b.dtype, b.kv_dtype, b.head_dim, b.block_size,
+                 r.warps, r.stages, r.registers, r.spills, r.shared, r.wide_loads, r.loads,
+                 r.matrix or "none")  # fmt: skip
+        rows.append("| " + " | ".join(str(cell) for cell in cells) + " |\n")
+    return head + "".join(rows)
+
+
+def main() -> None:
+    """Build what stdin lists, and print a report per launch."""
+    # Not at the top: it imports this module.
+    from kernel_launches import launch
+
     for line in sys.stdin:
         build = Build(**json.loads(line))
         with compiling_for(build.target) as built:
             launch(build)
         for kernel in built:
             print(json.dumps(asdict(report(build, kernel))), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -15,9 +15,7 @@ N = 7
 
 
 def make_caches(layers: int, heads: int, dtype: torch.dtype) -> list[torch.Tensor]:
-    return [
-        torch.randn(N, 8, heads, 80).to(dtype).to(DEVICE) for _ in range(2 * layers)
-    ]
+    return [torch.randn(N, 8, heads, 80).to(dtype).to(DEVICE) for _ in range(2 * layers)]
 
 
 shapes = {

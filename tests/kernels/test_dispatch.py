@@ -51,7 +51,7 @@ def test_an_override_is_obeyed_or_refused() -> None:
 
 def test_what_nothing_serves_is_refused_with_every_reason() -> None:
     case = Case("cpu", "", torch.bfloat16, torch.float8_e5m2, 128, 16)
-    with pytest.raises(ValueError, match="triton: the device is cpu.*torch: the cache is"):
+    with pytest.raises(ValueError, match=r"triton: the device is cpu.*torch: the cache is"):
         choose(case)
 
 

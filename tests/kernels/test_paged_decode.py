@@ -1,6 +1,7 @@
 """Decoding attends to what the request has in sight, in any number of splits, and reads it once."""
 
 import dataclasses
+from itertools import pairwise
 
 import pytest
 import torch
@@ -212,7 +213,9 @@ def test_merged_parts_are_the_whole(parts: list[int], head_dim: int, seed: int) 
     values = torch.randn(sum(parts), head_dim, generator=generator)
     partial = torch.full((1, 1, len(parts), head_dim), float("nan"))
     sums = torch.full((1, 1, len(parts)), -torch.inf)
-    for i, (s, v) in enumerate(zip(scores.split(parts), values.split(parts), strict=True)):
+    bounds = [sum(parts[:i]) for i in range(len(parts) + 1)]
+    for i, (start, end) in enumerate(pairwise(bounds)):
+        s, v = scores[start:end], values[start:end]
         if len(s):
             partial[0, 0, i] = s.softmax(0) @ v
             sums[0, 0, i] = s.logsumexp(0) / torch.log(torch.tensor(2.0))
