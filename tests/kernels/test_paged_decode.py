@@ -122,6 +122,14 @@ def test_case_e05_fp8_agrees_with_dense_attention_over_the_dequantised_values() 
     torch.testing.assert_close(decode(case), case.expected(), atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scales", ["none", "tensor", "head"])
+def test_fp8_of_every_kind_is_scaled_in_every_split(kv_dtype: torch.dtype, scales: str) -> None:
+    case = make_case([(37, 1), (5, 1)], heads=(6, 3), kv_dtype=kv_dtype, scales=scales)
+    case.assert_close(decode(case, 1))
+    case.assert_close(decode(case, 2))
+
+
 def test_case_e07_a_window_holds_the_token_and_those_just_before_it() -> None:
     D, S, window = 64, 4, 4
     keys = torch.zeros(4, 8, 1, D, device=DEVICE)
@@ -168,8 +176,10 @@ def test_each_key_and_value_in_sight_is_read_exactly_once(
     assert read == cost.decode_kv_bytes(lengths, heads, window)
     assert touched.read["q"] == num_splits * len(lengths) * heads.q_bytes
     assert touched.written["k"] == touched.written["v"] == 0
-    # Everything else: lengths, and what splits add. One table entry per token and head at most.
-    assert touched.read["table"] <= 4 * 2 * sum(lengths)
+    # Entries of the table are read for tokens in sight only: once per token and key/value head.
+    seen = sum(cost.in_sight(length, 1, window) for length in lengths)
+    assert touched.read["table"] == 4 * 2 * seen
+    # Everything else: lengths, and what splits add.
     scratch = cost.split_bytes(len(lengths), num_splits, heads)
     # The merge reads each sum twice, and every program its request's length.
     sums = 4 * num_splits * len(lengths) * 6

@@ -124,6 +124,13 @@ def test_case_e05_fp8_is_scaled_in_whole_and_chunked_prefill() -> None:
         torch.testing.assert_close(prefill(chunk), expected[first:last], atol=1e-3, rtol=0)
 
 
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("scales", ["none", "tensor", "head"])
+def test_fp8_of_every_kind_is_scaled(kv_dtype: torch.dtype, scales: str) -> None:
+    case = make_case([(37, 9), (5, 1)], heads=(6, 3), kv_dtype=kv_dtype, scales=scales)
+    case.assert_close(prefill(case))
+
+
 @pytest.mark.parametrize("chunk", [12, 3])
 def test_case_e07_windows_in_whole_and_in_chunks(chunk: int) -> None:
     D, W = 64, 4

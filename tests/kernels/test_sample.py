@@ -125,3 +125,15 @@ def test_draws_have_the_frequencies_of_the_softmax() -> None:
     wanted = logits[0].double().softmax(0) * rows
     chi_square = float(((counts - wanted) ** 2 / wanted).sum())
     assert chi_square < 18.5  # 0.1 % of fair draws with 4 degrees of freedom lie above
+
+
+@pytest.mark.parametrize("cut", [{"top_k": [2] * 64}, {"top_p": [0.6] * 64}, {"min_p": [0.9] * 64}])
+def test_the_last_token_a_filter_keeps_can_be_drawn_and_the_next_cannot(
+    cut: dict[str, list[float]],
+) -> None:
+    logits = torch.full((64, 40), -6.0, device=DEVICE)
+    logits[:, 7], logits[:, 30] = 1.0, 0.99
+    # The two likely tokens have some 0.48 each of the probability: a share of 0.6 needs both.
+    logits[:, 11] = 0.5 if "top_k" in cut else -3.0
+    tokens = sample(logits, columns(64, seed=list(range(64)), **cut))
+    assert set(tokens.tolist()) == {7, 30}

@@ -86,6 +86,20 @@ def test_a_cascade_agrees_with_dense_attention_many_times(
     check(data, own, prefix_blocks, splits)
 
 
+@pytest.mark.parametrize("scales", ["tensor", "head"])
+def test_a_prefix_in_fp8_is_scaled(scales: str) -> None:
+    case = make_case([(37, 1), (40, 1)], heads=(6, 3), kv_dtype=torch.float8_e4m3fn, scales=scales)
+    case, shared = with_prefix(case, 2)
+    case.assert_close(cascade(case, shared, (2, 1)))
+
+
+def test_an_unused_row_has_no_prefix_either() -> None:
+    case, shared = with_prefix(make_case([(37, 1), (0, 1), (33, 1)], soft_cap=2.0), 2)
+    out = cascade(case, shared, (1, 1))
+    assert (out[1] == 0).all()
+    case.assert_close(out)
+
+
 @interpreted
 def test_the_prefix_is_read_once_for_all_rows_of_a_tile() -> None:
     own = [5, 20, 1, 9]
