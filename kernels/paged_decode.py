@@ -202,6 +202,7 @@ def launch_decode(
         SOFT_CAPPED=soft_cap is not None,
         # The interpreter multiplies bf16 tiles as if their bits were integers.
         DOT=tl.float32 if target.interpreted else None,
+        PRECISION=target.fp32_products,
         num_warps=tile.num_warps,
         enable_fp_fusion=True,
         num_stages=tile.num_stages,
@@ -239,6 +240,7 @@ def _paged_decode(
     FORMAT: tl.constexpr,
     SOFT_CAPPED: tl.constexpr,
     DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One program per (split, key/value head, request), for the GROUP query heads that share it.
 
@@ -284,11 +286,11 @@ def _paged_decode(
         # The next tile's blocks are fetched while this one is worked on.
         block = blocks_of_tile(table_ptr, first + TILE, first_seen, end, BLOCK_SIZE, TILE)
 
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = to_log2_scores(scores, scale, soft_cap, SOFT_CAPPED)
         scores = tl.where(seen[None, :], scores, float("-inf"))
         weights, shrink, best, total = online_softmax(scores, best, total)
-        acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision=PRECISION)
 
     out = normalise(acc, total)
     if v_scale_ptr is not None:

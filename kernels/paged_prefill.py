@@ -119,6 +119,7 @@ def paged_prefill(
         WINDOWED=window is not None,
         # The interpreter multiplies bf16 tiles as if their bits were integers.
         DOT=tl.float32 if target.interpreted else None,
+        PRECISION=target.fp32_products,
         num_warps=tile.num_warps if rows >= tile.rows else 4,
         enable_fp_fusion=True,
         num_stages=tile.num_stages,
@@ -162,6 +163,7 @@ def _paged_prefill(
     SOFT_CAPPED: tl.constexpr,
     WINDOWED: tl.constexpr,
     DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One program per (key/value head, tile of a request's new tokens).
 
@@ -210,13 +212,14 @@ def _paged_prefill(
         best, total, acc = _attend(
             q, best, total, acc, place, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, 0,
             masked_from, 0, scale, soft_cap, window, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DIM_TILE,
-            TILE, FORMAT, SOFT_CAPPED, False, False, DTYPE,
+            TILE, FORMAT, SOFT_CAPPED, False, False, DTYPE, PRECISION,
         )  # fmt: skip
         start = masked_from
     best, total, acc = _attend(
         q, best, total, acc, place, k_cache_ptr, v_cache_ptr, table_ptr, kv_head, start, end,
         first_seen, scale, soft_cap, window, NUM_KV_HEADS, BLOCK_SIZE, HEAD_DIM, DIM_TILE, TILE,
         FORMAT, SOFT_CAPPED, True, WINDOWED, DTYPE,
+        PRECISION,
     )  # fmt: skip
 
     out = normalise(acc, total)
@@ -275,6 +278,7 @@ def _attend(
     MASKED: tl.constexpr,
     WINDOWED: tl.constexpr,
     DTYPE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """Let all rows attend to the keys of [start, end). Unmasked, every row sees all of them."""
     dim = tl.arange(0, DIM_TILE)
@@ -292,7 +296,7 @@ def _attend(
         # The next tile's blocks are fetched while this one is worked on.
         block = blocks_of_tile(table_ptr, first + TILE, first_seen, end, BLOCK_SIZE, TILE)
 
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = to_log2_scores(products, scale, soft_cap, SOFT_CAPPED)
         if MASKED:
             seen = position[None, :] <= place[:, None]
@@ -300,5 +304,5 @@ def _attend(
                 seen = seen & (position[None, :] > place[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         weights, shrink, best, total = online_softmax(scores, best, total)
-        acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision=PRECISION)
     return best, total, acc

@@ -125,6 +125,7 @@ def shared_prefix(
         SOFT_CAPPED=soft_cap is not None,
         # The interpreter multiplies bf16 tiles as if their bits were integers.
         DOT=tl.float32 if target.interpreted else None,
+        PRECISION=target.fp32_products,
         num_warps=prefix_tile.num_warps if rows >= prefix_tile.rows else 4,
         enable_fp_fusion=True,
         num_stages=prefix_tile.num_stages,
@@ -179,6 +180,7 @@ def _shared_prefix(
     FORMAT: tl.constexpr,
     SOFT_CAPPED: tl.constexpr,
     DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):
     """One program per (tile of query rows, key/value head, split of the prefix).
 
@@ -217,11 +219,11 @@ def _shared_prefix(
         v = dequantise(tl.load(v_cache_ptr + kv_offset, loaded, 0.0), FORMAT, DTYPE)
         block = blocks_of_tile(shared_blocks_ptr, first + TILE, 0, end, BLOCK_SIZE, TILE)
 
-        products = tl.dot(q, tl.trans(k), input_precision="ieee")
+        products = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         scores = to_log2_scores(products, scale, soft_cap, SOFT_CAPPED)
         scores = tl.where((position < end)[None, :], scores, float("-inf"))
         weights, shrink, best, total = online_softmax(scores, best, total)
-        acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision="ieee")
+        acc = tl.dot(weights.to(DTYPE), v, acc * shrink[:, None], input_precision=PRECISION)
 
     out = normalise(acc, total)
     if v_scale_ptr is not None:

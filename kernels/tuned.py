@@ -29,6 +29,15 @@ class Target:
         return self.name == "interpreter"
 
     @property
+    def fp32_products(self) -> str:
+        """How a product of fp32 tiles is made.
+
+        NVIDIA's tensor cores take 19 bits of each number; three products of them make up for it.
+        One-element products on ordinary units would be exact, slower, and spill registers.
+        """
+        return "tf32x3" if self.name.startswith("sm_") else "ieee"
+
+    @property
     def warp_size(self) -> int:
         """Threads that run in step."""
         return 64 if self.name.startswith("gfx") else 32
@@ -57,7 +66,7 @@ class Tile:
     """How the numbers were found."""
 
 
-_COMPILED: Final = "compiled for the target, no spills (docs/kernels_compiled.md); never timed"
+_COMPILED: Final = "by the compiler's report (docs/kernels_compiled.md); never timed"
 _INTERPRETED: Final = "small, so that the interpreter's tests see several tiles"
 
 _FALLBACK: Final = Tile(32, 32, 4, 2, "safe anywhere: below 48 KiB of shared memory; never timed")
@@ -75,21 +84,24 @@ _TILES: Final[dict[_Key, Tile]] = {
     ("paged_decode", "sm_80", 64, 2): Tile(16, 64, 4, 3, _COMPILED),
     ("paged_decode", "sm_80", 128, 2): Tile(16, 64, 4, 3, _COMPILED),
     ("paged_decode", "sm_80", 256, 2): Tile(16, 32, 4, 3, _COMPILED),
-    ("paged_decode", "sm_80", 256, 4): Tile(16, 16, 4, 2, _COMPILED),
+    ("paged_decode", "sm_80", 128, 4): Tile(16, 16, 4, 2, _COMPILED),
+    ("paged_decode", "sm_80", 256, 4): Tile(16, 16, 8, 2, _COMPILED),
     ("paged_decode", "sm_90", 64, 1): Tile(16, 64, 4, 5, _COMPILED),
     ("paged_decode", "sm_90", 128, 1): Tile(16, 64, 4, 5, _COMPILED),
     ("paged_decode", "sm_90", 256, 1): Tile(16, 32, 4, 5, _COMPILED),
     ("paged_decode", "sm_90", 64, 2): Tile(16, 128, 4, 3, _COMPILED),
     ("paged_decode", "sm_90", 128, 2): Tile(16, 64, 4, 3, _COMPILED),
     ("paged_decode", "sm_90", 256, 2): Tile(16, 32, 4, 3, _COMPILED),
-    ("paged_decode", "sm_90", 256, 4): Tile(16, 16, 4, 2, _COMPILED),
+    ("paged_decode", "sm_90", 128, 4): Tile(16, 16, 4, 2, _COMPILED),
+    ("paged_decode", "sm_90", 256, 4): Tile(16, 16, 8, 2, _COMPILED),
     ("paged_decode", "sm_100", 64, 1): Tile(16, 64, 4, 5, _COMPILED),
     ("paged_decode", "sm_100", 128, 1): Tile(16, 64, 4, 5, _COMPILED),
     ("paged_decode", "sm_100", 256, 1): Tile(16, 32, 4, 5, _COMPILED),
     ("paged_decode", "sm_100", 64, 2): Tile(16, 128, 4, 3, _COMPILED),
     ("paged_decode", "sm_100", 128, 2): Tile(16, 64, 4, 3, _COMPILED),
     ("paged_decode", "sm_100", 256, 2): Tile(16, 32, 4, 3, _COMPILED),
-    ("paged_decode", "sm_100", 256, 4): Tile(16, 16, 4, 2, _COMPILED),
+    ("paged_decode", "sm_100", 128, 4): Tile(16, 16, 4, 2, _COMPILED),
+    ("paged_decode", "sm_100", 256, 4): Tile(16, 16, 8, 2, _COMPILED),
     ("paged_decode", "gfx942", 64, 2): Tile(16, 64, 4, 2, _COMPILED),
     ("paged_decode", "gfx942", 128, 2): Tile(16, 32, 4, 2, _COMPILED),
     ("paged_decode", "gfx942", 256, 2): Tile(16, 32, 4, 2, _COMPILED),
@@ -99,15 +111,18 @@ _TILES: Final[dict[_Key, Tile]] = {
     ("paged_prefill", "sm_80", 128, 2): Tile(128, 32, 8, 3, _COMPILED),
     ("paged_prefill", "sm_80", 256, 1): Tile(32, 32, 8, 2, _COMPILED),
     ("paged_prefill", "sm_80", 256, 2): Tile(64, 32, 8, 2, _COMPILED),
-    ("paged_prefill", "sm_80", 256, 4): Tile(32, 16, 8, 2, _COMPILED),
+    ("paged_prefill", "sm_80", 128, 4): Tile(16, 32, 8, 2, _COMPILED),
+    ("paged_prefill", "sm_80", 256, 4): Tile(16, 16, 8, 2, _COMPILED),
     ("paged_prefill", "sm_90", 64, 2): Tile(128, 128, 8, 3, _COMPILED),
     ("paged_prefill", "sm_90", 128, 2): Tile(128, 64, 8, 3, _COMPILED),
     ("paged_prefill", "sm_90", 256, 2): Tile(64, 64, 8, 2, _COMPILED),
-    ("paged_prefill", "sm_90", 256, 4): Tile(32, 16, 8, 2, _COMPILED),
+    ("paged_prefill", "sm_90", 128, 4): Tile(16, 32, 8, 2, _COMPILED),
+    ("paged_prefill", "sm_90", 256, 4): Tile(16, 16, 8, 2, _COMPILED),
     ("paged_prefill", "sm_100", 64, 2): Tile(128, 128, 8, 3, _COMPILED),
     ("paged_prefill", "sm_100", 128, 2): Tile(128, 64, 8, 3, _COMPILED),
     ("paged_prefill", "sm_100", 256, 2): Tile(64, 64, 8, 2, _COMPILED),
-    ("paged_prefill", "sm_100", 256, 4): Tile(32, 16, 8, 2, _COMPILED),
+    ("paged_prefill", "sm_100", 128, 4): Tile(16, 32, 8, 2, _COMPILED),
+    ("paged_prefill", "sm_100", 256, 4): Tile(16, 16, 8, 2, _COMPILED),
     ("paged_prefill", "gfx942", 64, 2): Tile(128, 32, 4, 2, _COMPILED),
     ("paged_prefill", "gfx942", 128, 2): Tile(128, 32, 4, 1, _COMPILED),
     ("paged_prefill", "gfx942", 256, 1): Tile(32, 32, 4, 1, _COMPILED),
