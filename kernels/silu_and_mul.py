@@ -5,6 +5,7 @@ import triton
 import triton.language as tl
 
 from kernels.checks import ACTIVATIONS, check_contiguous, check_device, check_rows
+from kernels.tuned import target_of
 
 _TILE = 1024
 
@@ -34,7 +35,14 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torc
         return out
     # Tokens in the first grid dimension: the second ends at 65,535.
     _silu_and_mul[(T, triton.cdiv(size, _TILE))](
-        gate_up, out, gate_up.stride(0), SIZE=size, TILE=_TILE, num_warps=4, enable_fp_fusion=True
+        gate_up,
+        out,
+        gate_up.stride(0),
+        SIZE=size,
+        TILE=_TILE,
+        # Eight elements to a thread: 16 bytes of bf16.
+        num_warps=_TILE // 8 // target_of(gate_up.device).warp_size,
+        enable_fp_fusion=True,
     )
     return out
 
