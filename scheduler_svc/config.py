@@ -106,7 +106,7 @@ class SchedulerSettings(BaseSettings):
     block_size: int = Field(default=16, ge=1, le=1024)
     """Tokens in a KV block. Smaller shares shorter prefixes; larger makes shorter tables."""
 
-    num_gpu_blocks_override: int | None = Field(default=None, ge=1, le=2**31 - 2)
+    num_gpu_blocks_override: int | None = Field(default=None, ge=1, le=2**24)
     """Usable blocks of a worker, whatever its memory says. Unset: as memory allows."""
 
     max_model_len: int | None = Field(default=None, ge=2, le=2**31 - 1)

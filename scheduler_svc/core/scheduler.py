@@ -391,6 +391,12 @@ class Scheduler:
             raise ValueError(
                 f"step {result.step_id} gave {len(result.tokens)} tokens, expected {wanted}"
             )
+        if strangers := failed - set(step.rows.tolist()):
+            raise ValueError(f"step {result.step_id} failed rows {sorted(strangers)}, not in it")
+        if result.rows is not None:
+            sampling = step.rows[step.samples & ~np.isin(step.rows, list(failed))]
+            if not np.array_equal(result.rows, sampling):
+                raise ValueError(f"step {result.step_id} gave tokens of rows that do not sample")
         return self._journal.pop()
 
     def _append(
@@ -501,6 +507,8 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         del self._live[request.request_id]
+        if request.first_step_id is not None and request.last_step_id is None:
+            request.last_step_id = max(0, self._next_step_id - 1)
         request.finish_reason = reason
         request.finished_ns = now_ns
 

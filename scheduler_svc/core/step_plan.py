@@ -122,6 +122,9 @@ class StepResult:
     row_errors: tuple[tuple[int, str], ...] = ()
     """Rows that could not be computed, with the reason. They sampled nothing."""
 
+    rows: Int32Array | None = None
+    """[S] The rows that sampled, where the worker says so."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:

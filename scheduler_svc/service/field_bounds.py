@@ -108,7 +108,7 @@ def check_fields(message: GenerateRequest, vocab_size: int) -> None:
         NotServedError naming the first field that is right, but not served yet.
     """
     _check_request_id(message.request_id)
-    _check_size("cache.salt", message.cache.salt.encode(), MAX_SALT_BYTES, "bytes")
+    check_size("cache.salt", message.cache.salt.encode(), MAX_SALT_BYTES, "bytes")
     _check_sampling(message.sampling, vocab_size)
     _check_stopping(message.stopping, vocab_size)
     _check_numbers("output", message.output, _OUTPUT)
@@ -142,7 +142,11 @@ def _check_numbers(prefix: str, message: Message, intervals: Mapping[str, Interv
             interval.check(f"{prefix}.{field.name}", value)
 
 
-def _check_size(field: str, content: Sized, most: int, unit: str) -> None:
+def check_size(field: str, content: Sized, most: int, unit: str) -> None:
+    """Refuse what has more than `most` units.
+
+    Raises: InvalidRequestError naming field, size and bound.
+    """
     if len(content) > most:
         raise InvalidRequestError(
             field, f"{field} has {len(content)} {unit}, must have at most {most}"
@@ -150,14 +154,14 @@ def _check_size(field: str, content: Sized, most: int, unit: str) -> None:
 
 
 def _check_texts(field: str, texts: Collection[str], most: int) -> None:
-    _check_size(field, texts, most, "entries")
+    check_size(field, texts, most, "entries")
     for index, text in enumerate(texts):
         if not text:
             raise InvalidRequestError(field, f"{field}[{index}] is empty, must have a character")
 
 
 def _check_request_id(request_id: str) -> None:
-    _check_size("request_id", request_id.encode(), MAX_REQUEST_ID_BYTES, "bytes")
+    check_size("request_id", request_id.encode(), MAX_REQUEST_ID_BYTES, "bytes")
     if not request_id.isprintable():
         raise InvalidRequestError(
             "request_id", f"request_id is {quoted(request_id)}, must be printable text"
@@ -166,11 +170,11 @@ def _check_request_id(request_id: str) -> None:
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     _check_numbers("sampling", sampling, _SAMPLING)
-    _check_size("sampling.logit_bias", sampling.logit_bias, MAX_LIST_ENTRIES, "entries")
+    check_size("sampling.logit_bias", sampling.logit_bias, MAX_LIST_ENTRIES, "entries")
     check_token_ids("sampling.logit_bias", sampling.logit_bias, vocab_size)
     for id_, bias in sampling.logit_bias.items():
         _BIAS.check(f"sampling.logit_bias[{id_}]", bias)
-    _check_size("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size, "ids")
+    check_size("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size, "ids")
     check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     _check_texts("sampling.bad_words", sampling.bad_words, MAX_LIST_ENTRIES)
 
@@ -181,8 +185,8 @@ def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
         Interval(0, stopping.max_tokens).check("stopping.min_tokens", stopping.min_tokens)
     _check_texts("stopping.stop", stopping.stop, MAX_STOPS)
     stops = "".join(stopping.stop)
-    _check_size("stopping.stop", stops.encode(), MAX_STOP_BYTES, "bytes")
-    _check_size("stopping.stop_token_ids", stopping.stop_token_ids, MAX_STOPS, "ids")
+    check_size("stopping.stop", stops.encode(), MAX_STOP_BYTES, "bytes")
+    check_size("stopping.stop_token_ids", stopping.stop_token_ids, MAX_STOPS, "ids")
     check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
 
 

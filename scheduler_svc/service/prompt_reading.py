@@ -7,13 +7,18 @@ from collections.abc import Callable, Sequence
 from pagemill.v1.inference_pb2 import Chat, GenerateRequest
 from scheduler_svc.core.errors import InvalidRequestError
 from scheduler_svc.service.chat_reading import everything_in, read_chat
-from scheduler_svc.service.field_bounds import check_token_ids
+from scheduler_svc.service.field_bounds import check_size, check_token_ids
 from scheduler_svc.service.text.chat_template import ChatTemplate
 from scheduler_svc.service.text.tokenizer import Tokenizer
 
 # The tokenizer needs 0.25 us a character; beyond this, a thread is cheaper than the pause
 # it would be for every stream of the loop.
 _MAX_INLINE_CHARACTERS = 2000
+
+# A message costs 16 us, however short it is.
+_MAX_MESSAGES = 4096
+_MAX_TOOLS = 1024
+_MAX_INLINE_MESSAGES = 32
 
 
 class PromptReader:
@@ -66,8 +71,12 @@ class PromptReader:
         Raises: InvalidRequestError for one that is too long by its mere size, that has a role
             or JSON which cannot be, or that the template refuses.
         """
+        check_size("chat.messages", chat.messages, _MAX_MESSAGES, "entries")
+        check_size("chat.tools_json", chat.tools_json, _MAX_TOOLS, "entries")
         text = everything_in(chat)
         self._check_room("chat", self._tokenizer.fewest_tokens(text), "at least ")
+        if len(chat.messages) > _MAX_INLINE_MESSAGES:
+            return await asyncio.to_thread(self._encode_chat, chat)
         return await _threaded_if_long(text, lambda: self._encode_chat(chat))
 
     def _encode_chat(self, chat: Chat) -> list[int]:

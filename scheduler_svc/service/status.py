@@ -1,5 +1,6 @@
 """The one table from a refused request to its gRPC status, and the details that go with it."""
 
+from asyncio import CancelledError
 from dataclasses import dataclass
 from typing import Never
 
@@ -61,12 +62,19 @@ def refusal(error: RequestError) -> Refusal:
 
 
 async def refuse(context: "aio.ServicerContext[Message, Message]", error: RequestError) -> Never:
-    """End a call with the status of an error, its sentence and its details."""
+    """End a call with the status of an error, its sentence and its details.
+
+    Raises: what ends the handler; CancelledError for a call that its client has left already,
+        as with a deadline that both sides see pass.
+    """
     row = refusal(error)
     status = status_pb2.Status(code=row.code.value[0], message=str(error))
     for detail in _details(error, row.reason):
         status.details.add().Pack(detail)
-    await context.abort_with_status(rpc_status.to_status(status))
+    try:
+        await context.abort_with_status(rpc_status.to_status(status))
+    except aio.InternalError:
+        raise CancelledError from None
 
 
 def _details(error: RequestError, reason: str) -> list[Message]:

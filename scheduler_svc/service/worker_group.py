@@ -18,6 +18,9 @@ from scheduler_svc.service.worker_wire import Epoch
 
 PROTOCOL_VERSION = 1
 
+MAX_BLOCKS = 2**24
+"""Most usable blocks of a group: the pool keeps some 100 bytes for each."""
+
 
 class JoinRefusedError(Exception):
     """A worker may not join. The message names what does not fit, and both values."""
@@ -161,8 +164,8 @@ class WorkerGroup:
     def worker_ready(self, link: WorkerLink, ready: worker_pb2.WorkerReady) -> None:
         """Begin an epoch: with one rank, the group is ready when its worker is."""
         wanted = self._terms.num_blocks_override
-        if ready.num_blocks < 1 or wanted not in (0, ready.num_blocks):
-            bound = str(wanted) if wanted else "at least 1"
+        if not 1 <= ready.num_blocks <= MAX_BLOCKS or wanted not in (0, ready.num_blocks):
+            bound = str(wanted) if wanted else f"1 to {MAX_BLOCKS}"
             link.fail(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"num_blocks is {ready.num_blocks}, must be {bound}",

@@ -13,6 +13,7 @@ from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.engine_door import WorkerState
 from scheduler_svc.service.group_events import StepArrived
 from scheduler_svc.service.worker_wire import (
+    MAX_REASON_CHARACTERS,
     Epoch,
     MalformedMessageError,
     decode_message,
@@ -163,7 +164,8 @@ class WorkerLink:
                 self._take_ready(message.ready)
             case "failure":
                 kind = "for good" if message.failure.permanent else "for now"
-                self.fail(grpc.StatusCode.ABORTED, f"it failed {kind}: {message.failure.reason}")
+                reason = message.failure.reason[:MAX_REASON_CHARACTERS]
+                self.fail(grpc.StatusCode.ABORTED, f"it failed {kind}: {reason}")
             case kind:
                 raise MalformedMessageError(f"a message of kind {kind} was not expected")
 
@@ -178,6 +180,8 @@ class WorkerLink:
         self, message: worker_pb2.StepResult, num_bytes: int, received_ns: int
     ) -> None:
         answer = decode_result(message, self.model.vocab_size)
+        if self.epoch is None or not answer.epoch.is_up_to(self.epoch):
+            raise MalformedMessageError(f"result is of {answer.epoch}, which has not begun")
         if answer.epoch != self.epoch:
             # It was under way when the connection before this one broke.
             return

@@ -11,6 +11,11 @@ from scheduler_svc.core.step_plan import AdmittedRow, Int32Array, StepPlan, Step
 
 _WIRE_INT32 = np.dtype("<i4")
 
+_MAX_STEP_NS = 24 * 3600 * 10**9
+
+MAX_REASON_CHARACTERS = 300
+"""A worker's sentence reaches logs and clients."""
+
 
 class MalformedMessageError(Exception):
     """A worker sent what cannot be read. Ends its stream, and nothing else."""
@@ -25,6 +30,10 @@ class Epoch:
 
     number: int
     """Raised each time the whole group has joined."""
+
+    def is_up_to(self, latest: "Epoch") -> bool:
+        """Whether this is `latest` or one before it, of the same scheduler."""
+        return self.incarnation == latest.incarnation and self.number <= latest.number
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +128,13 @@ def decode_result(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer
         raise MalformedMessageError(
             f"tokens go from {tokens.min()} to {tokens.max()}, must be 0 to {vocab_size - 1}"
         )
-    _check_one_token_each(message, len(tokens))
+    rows = _rows_of_one_token(message, len(tokens))
     timing = message.timing
+    if max(timing.wait_ns, timing.execute_ns, timing.codec_ns) > _MAX_STEP_NS:
+        raise MalformedMessageError(f"timing is longer than a step may be: {_MAX_STEP_NS} ns")
     return StepAnswer(
         Epoch(message.epoch.incarnation, message.epoch.number),
-        StepResult(message.step_id, tokens, _row_errors(message.errors)),
+        StepResult(message.step_id, tokens, _row_errors(message.errors), rows),
         WorkerTiming(
             timing.wait_ns,
             timing.prepare_ns,
@@ -135,9 +146,10 @@ def decode_result(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer
     )
 
 
-def _check_one_token_each(message: worker_pb2.StepResult, num_tokens: int) -> None:
+def _rows_of_one_token(message: worker_pb2.StepResult, num_tokens: int) -> Int32Array | None:
+    """Return the rows that the message names, if any; each must have one token."""
     if not message.rows and not message.num_tokens:
-        return
+        return None
     rows = _unpack("rows", message.rows)
     counts = _unpack("num_tokens", message.num_tokens)
     for name, column in (("rows", rows), ("num_tokens", counts)):
@@ -147,10 +159,11 @@ def _check_one_token_each(message: worker_pb2.StepResult, num_tokens: int) -> No
         raise MalformedMessageError("rows must ascend")
     if (counts != 1).any():
         raise MalformedMessageError("num_tokens must be 1 in every row")
+    return rows if message.rows else None
 
 
 def _row_errors(errors: Sequence[worker_pb2.RowError]) -> tuple[tuple[int, str], ...]:
-    return tuple((error.row, error.reason) for error in errors)
+    return tuple((error.row, error.reason[:MAX_REASON_CHARACTERS]) for error in errors)
 
 
 def _pack(column: Int32Array) -> bytes:

@@ -199,7 +199,8 @@ async def _wind_down(children: Children, programs: Programs) -> int:
                 say(f"the {child.name} did not stop within {programs.drain_timeout_s:g} s")
                 child.kill()
             scheduler_status = await child.wait()
-        elif not await child.ended_within(programs.stop_timeout_s):
+        else:
+            # One that never joined was not stopped by the scheduler, and would dial on.
             child.terminate()
             if not await child.ended_within(programs.stop_timeout_s):
                 child.kill()
@@ -209,14 +210,14 @@ async def _wind_down(children: Children, programs: Programs) -> int:
 
 @contextlib.contextmanager
 def _two_stage_signals(first: Callable[[], None], second: Callable[[], None]) -> Iterator[None]:
-    """Call `first` at the first SIGTERM or SIGINT, `second` at each one after it."""
+    """Call `first` at the first SIGTERM, SIGINT or SIGHUP, `second` at each one after it."""
     loop = asyncio.get_running_loop()
     stages = iter([first])
 
     def handle() -> None:
         next(stages, second)()
 
-    signals = (signal.SIGINT, signal.SIGTERM)
+    signals = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
     for number in signals:
         loop.add_signal_handler(number, handle)
     try:

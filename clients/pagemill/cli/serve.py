@@ -1,7 +1,6 @@
 """`pagemill serve`: a scheduler and a worker on this machine, until a signal."""
 
 import asyncio
-import sys
 import tempfile
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import typer
 from pagemill.cli import options, processes
 from pagemill.cli.model_source import resolve
 from pagemill.cli.program_settings import read_config, server_programs
+from pagemill.cli.terminal import say
 
 
 def serve(
@@ -58,5 +58,7 @@ def serve(
 
 
 def _announce(address: str) -> None:
-    sys.stdout.write(f"ready {address}\n")
-    sys.stdout.flush()
+    try:
+        typer.echo(f"ready {address}")
+    except OSError as error:
+        say(f"ready {address}, but standard output cannot be written: {error}")

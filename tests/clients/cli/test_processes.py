@@ -103,6 +103,16 @@ async def test_a_signal_during_the_start_stops_it(
     assert none_alive(pids())
 
 
+async def test_a_worker_that_never_joined_is_not_waited_for(
+    tmp_path: Path, programs: Callable[..., Programs], pids: Callable[[], list[int]]
+) -> None:
+    server, _ = start(programs("silent", stop_timeout_s=60), tmp_path)
+    await until(lambda: len(pids()) == 2)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(server, 15) == 0
+    assert none_alive(pids())
+
+
 async def test_a_second_signal_kills(
     tmp_path: Path, programs: Callable[..., Programs], pids: Callable[[], list[int]]
 ) -> None:

@@ -86,6 +86,8 @@ INVALID = [
     (with_chat(ChatMessage(role="user", content="x" * 64)), "chat", "must have fewer than 64"),
     (with_chat(ChatMessage(role="user", content="x" * 10_000_000)), "chat", "at least"),
     (with_chat(ChatMessage(content="hi")), "chat.messages[0].role", "''"),
+    (with_chat(*[ChatMessage(role="w")] * 4097), "chat.messages", "must have at most 4096"),
+    (with_chat(USER, tools_json=["{}"] * 1025), "chat.tools_json", "must have at most 1024"),
     (with_chat(USER, ChatMessage(role="im_end")), "chat.messages[1].role", "'im_end'"),
     (with_chat(ChatMessage(role="a|>b")), "chat.messages[0].role", "'a|>b'"),
     (

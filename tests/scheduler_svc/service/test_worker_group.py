@@ -152,12 +152,13 @@ async def test_the_first_worker_returning_after_the_second_has_no_cache_either()
             assert connection.plans[0].admitted[0].num_computed_tokens == 0
 
 
-async def test_no_blocks_are_too_few() -> None:
+@pytest.mark.parametrize("num_blocks", [0, 2**24 + 1, 2**32 - 1])
+async def test_a_pool_has_a_size_that_can_be(num_blocks: int) -> None:
     async with listening() as listener, dialled(listener.address) as connection:
-        await connection.ready(0)
+        await connection.ready(num_blocks)
         code, details = await connection.status()
         assert code is grpc.StatusCode.FAILED_PRECONDITION
-        assert details == "num_blocks is 0, must be at least 1"
+        assert details == f"num_blocks is {num_blocks}, must be 1 to 16777216"
 
 
 async def test_stopping_asks_workers_to_leave_and_lets_no_new_one_in() -> None:

@@ -6,6 +6,7 @@ import time
 import grpc
 import numpy as np
 import pytest
+from google.protobuf.message import Message
 from grpc import aio
 
 from engine_door_use import ask, submission, until
@@ -92,7 +93,12 @@ def tampered(plan: worker_pb2.StepPlan, **changes: object) -> worker_pb2.JoinReq
     token = StepResult(plan.step_id, np.array([1], dtype=np.int32))
     result = wire_result(token, plan.epoch)
     for name, value in changes.items():
-        setattr(result, name, value)
+        if isinstance(value, Message):
+            getattr(result, name).CopyFrom(value)
+        elif isinstance(value, list):
+            getattr(result, name).extend(value)
+        else:
+            setattr(result, name, value)
     return worker_pb2.JoinRequest(result=result)
 
 
@@ -103,6 +109,10 @@ def tampered(plan: worker_pb2.StepPlan, **changes: object) -> worker_pb2.JoinReq
         ({"tokens": b"\1\0\0"}, "tokens has 3 bytes"),
         ({"tokens": b"\7\0\0\0"}, "tokens go from 7 to 7, must be 0 to 2"),
         ({"tokens": b""}, "step 0 gave 0 tokens, expected 1"),
+        ({"rows": b"\x63\0\0\0"}, "step 0 gave tokens of rows that do not sample"),
+        ({"errors": [worker_pb2.RowError(row=99)]}, "step 0 failed rows [99], not in it"),
+        ({"epoch": worker_pb2.Epoch(incarnation=5, number=1)}, "which has not begun"),
+        ({"timing": worker_pb2.StepTiming(execute_ns=2**64 - 1)}, "timing is longer"),
     ],
 )
 async def test_a_result_that_does_not_fit_costs_its_worker_the_stream_alone(
@@ -140,6 +150,7 @@ async def test_a_result_of_an_older_epoch_is_dropped() -> None:
         ({"ready": worker_pb2.WorkerReady(num_blocks=1)}, "ready came twice"),
         ({}, "kind None was not expected"),
         ({"failure": worker_pb2.WorkerFailure(reason="no memory")}, "no memory"),
+        ({"failure": worker_pb2.WorkerFailure(reason="x" * 100_000)}, "failed for now: xxx"),
     ],
 )
 async def test_a_message_out_of_turn_ends_the_stream(

@@ -1,0 +1,156 @@
+"""What wrappers refuse: every claim of a docstring about shapes, dtypes and layouts, as a check.
+
+Values are never read here: that would make the host wait for the device. The scales of a
+checkpoint, which are read once at load, are the exception (`check_scale_values`).
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels.tuned import Target
+
+ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32)
+FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
+HEAD_DIMS = (64, 80, 96, 112, 128, 256)
+BLOCK_SIZES = (8, 16, 32, 64, 128)
+
+
+@dataclass(frozen=True, slots=True)
+class Scales:
+    """What fp8 keys and values are multiplied by when read, and divided by when stored."""
+
+    k: torch.Tensor
+    """[1] or [G] fp32: for the whole cache, or for each key/value head."""
+
+    v: torch.Tensor
+
+
+def check_scale_values(scales: Scales) -> None:
+    """Refuse scales that would turn a cache into zeros, infinities or NaN. Reads them.
+
+    Raises: ValueError if a scale is not a positive finite number.
+    """
+    for name, scale in (("k", scales.k), ("v", scales.v)):
+        bad = scale[~(scale.isfinite() & (scale > 0))]
+        if bad.numel():
+            raise ValueError(f"{name} scale is {bad[0].item()}, must be positive and finite")
+
+
+def check_head_dim(head_dim: int) -> None:
+    """Raises: ValueError if no kernel has tiles for `head_dim`."""
+    if head_dim not in HEAD_DIMS:
+        raise ValueError(f"head_dim is {head_dim}, must be one of {HEAD_DIMS}")
+
+
+def check_cache(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype, scales: Scales | None
+) -> None:
+    """Check a cache, and its scales, against the dtype of the activations.
+
+    Raises: ValueError if they do not fit.
+    """
+    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+        raise ValueError(
+            f"k_cache {list(k_cache.shape)} {k_cache.dtype} and v_cache {list(v_cache.shape)} "
+            f"{v_cache.dtype} must both be [N, S, G, D] of one dtype"
+        )
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
+        raise ValueError("k_cache and v_cache must be contiguous")
+    _, S, G, D = k_cache.shape
+    check_head_dim(D)
+    if S not in BLOCK_SIZES:
+        raise ValueError(f"block_size is {S}, must be one of {BLOCK_SIZES}")
+    if dtype not in ACTIVATIONS:
+        raise ValueError(f"activations are {dtype}, must be one of {ACTIVATIONS}")
+    if k_cache.dtype != dtype and k_cache.dtype not in FP8:
+        raise ValueError(f"the cache is {k_cache.dtype}, must be {dtype} or fp8 (e4m3, e5m2)")
+    if scales is None:
+        return
+    if k_cache.dtype not in FP8:
+        raise ValueError(f"scales are for fp8, the cache is {k_cache.dtype}")
+    for name, scale in (("k", scales.k), ("v", scales.v)):
+        if scale.shape not in {(1,), (G,)} or scale.dtype != torch.float32:
+            raise ValueError(
+                f"{name} scale is {list(scale.shape)} {scale.dtype}, must be [1] or [{G}] float32"
+            )
+    if scales.k.shape != scales.v.shape:
+        raise ValueError(f"k scale is {list(scales.k.shape)}, v scale {list(scales.v.shape)}")
+
+
+def check_queries(q: torch.Tensor, k_cache: torch.Tensor, scales: Scales | None) -> None:
+    """Check queries [T, H, D] against a cache.
+
+    Raises: ValueError if they do not fit.
+    """
+    G, D = k_cache.shape[2:]
+    if q.dim() != 3 or q.shape[2] != D or q.shape[1] % G:
+        raise ValueError(f"q {list(q.shape)} does not fit a cache of {list(k_cache.shape)}")
+    check_rows("q", q)
+    check_device(q, k_cache=k_cache)
+    if scales is not None:
+        check_device(q, k_scale=scales.k, v_scale=scales.v)
+
+
+def check_requests(
+    q: torch.Tensor, block_tables: torch.Tensor, seq_lens: torch.Tensor, R: int
+) -> None:
+    """Check the columns that describe R requests.
+
+    Raises: ValueError if they do not fit.
+    """
+    if block_tables.dim() != 2 or block_tables.shape[0] != R or seq_lens.shape != (R,):
+        raise ValueError(
+            f"block_tables {list(block_tables.shape)} and seq_lens {list(seq_lens.shape)} must be "
+            f"[{R}, B] and [{R}]"
+        )
+    if block_tables.dtype != torch.int32 or seq_lens.dtype != torch.int32:
+        raise ValueError(
+            f"block_tables are {block_tables.dtype}, seq_lens {seq_lens.dtype}, must be int32"
+        )
+    if block_tables.stride(1) != 1:
+        raise ValueError("a row of block_tables must be contiguous")
+    check_contiguous(seq_lens=seq_lens)
+    check_device(q, block_tables=block_tables, seq_lens=seq_lens)
+
+
+def check_attention_options(window: int | None, soft_cap: float | None) -> None:
+    """Raises: ValueError if `window` or `soft_cap` is given and not positive."""
+    if window is not None and window < 1:
+        raise ValueError(f"window is {window}, must be at least 1 (the token itself)")
+    if soft_cap is not None and soft_cap <= 0:
+        raise ValueError(f"soft_cap is {soft_cap}, must be positive")
+
+
+def check_rows(name: str, tensor: torch.Tensor) -> None:
+    """Raises: ValueError unless everything behind the first dimension is contiguous."""
+    if tensor.shape[0] and not tensor[0].is_contiguous():
+        raise ValueError(
+            f"each token of {name} must be contiguous, its strides are {tensor.stride()}"
+        )
+
+
+def check_contiguous(**tensors: torch.Tensor) -> None:
+    """Raises: ValueError if one is not contiguous."""
+    for name, tensor in tensors.items():
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name} must be contiguous, its strides are {tensor.stride()}")
+
+
+def check_device(like: torch.Tensor, **tensors: torch.Tensor) -> None:
+    """Raises: ValueError if one is not where `like` is."""
+    for name, tensor in tensors.items():
+        if tensor.device != like.device:
+            raise ValueError(f"{name} is on {tensor.device}, must be on {like.device}")
+
+
+def kv_format(cache: torch.Tensor, target: Target) -> str:
+    """Return how a kernel reads a cache: `plain` (Triton converts), or `e4m3`, `e5m2` by bytes."""
+    if cache.dtype == torch.float8_e4m3fn and target.converts_e4m3:
+        return "plain"
+    return FP8.get(cache.dtype, "plain")
+
+
+def as_loaded(cache: torch.Tensor, form: str) -> torch.Tensor:
+    """Return the cache as its kernel sees it: bytes, if it converts bytes itself."""
+    return cache if form == "plain" else cache.view(torch.uint8)

@@ -1,0 +1,82 @@
+"""The table serves what it says, refuses the rest by name, and tells why."""
+
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kernels import cost
+from kernels.dispatch import Case, cascade_pays, choose
+
+H200 = Case("cuda", "sm_90", torch.bfloat16, torch.bfloat16, 128, 16)
+
+
+def test_a_gpu_is_served_by_triton_and_a_cpu_by_torch_with_the_reason() -> None:
+    assert str(choose(H200)) == "attention backend triton"
+    choice = choose(dataclasses.replace(H200, device="cpu", target=""))
+    assert choice.name == "torch"
+    assert str(choice) == (
+        "attention backend torch (not triton: the device is cpu, Triton needs a GPU)"
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"head_dim": 72}, "head_dim is 72"),
+        ({"block_size": 12}, "block_size is 12"),
+        ({"target": "sm_75"}, "the GPU is sm_75"),
+        ({"kv_dtype": torch.float16}, "the cache is torch.float16"),
+        ({"dtype": torch.float64, "kv_dtype": torch.float64}, "activations are torch.float64"),
+    ],
+)
+def test_an_unsupported_value_is_named(change: dict[str, object], named: str) -> None:
+    case = dataclasses.replace(H200, **change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=named):
+        choose(case, "triton")
+    if case.dtype == case.kv_dtype:
+        assert named in str(choose(case))
+
+
+def test_an_override_is_obeyed_or_refused() -> None:
+    assert choose(H200, "triton-classic").name == "triton-classic"
+    assert choose(H200, "torch").name == "torch"
+    with pytest.raises(ValueError, match="must be one of triton, triton-classic, torch"):
+        choose(H200, "flash")
+    with pytest.raises(ValueError, match="triton-classic cannot serve: the cache is"):
+        choose(dataclasses.replace(H200, kv_dtype=torch.float8_e4m3fn), "triton-classic")
+
+
+def test_what_nothing_serves_is_refused_with_every_reason() -> None:
+    case = Case("cpu", "", torch.bfloat16, torch.float8_e5m2, 128, 16)
+    with pytest.raises(ValueError, match=r"triton: the device is cpu.*torch: the cache is"):
+        choose(case)
+
+
+@given(
+    requests=st.integers(1, 512),
+    prefix=st.integers(16, 65536),
+    own=st.integers(0, 1 << 20),
+    group=st.sampled_from([1, 4, 8]),
+)
+def test_a_cascade_is_never_chosen_when_it_moves_more(
+    requests: int, prefix: int, own: int, group: int
+) -> None:
+    heads = cost.Heads(8 * group, 8, 128, 2, 2)
+    if cascade_pays(requests, prefix, own, heads):
+        together = cost.cascade_kv_bytes(requests, prefix, own, heads, 128)
+        assert together < (requests * prefix + own) * heads.kv_bytes
+
+
+def test_the_goal_of_a_cascade_is_within_its_bytes() -> None:
+    # 64 requests, 8k shared and 256 own tokens: at least four times fewer bytes. The prefix is
+    # read by two tiles, so 1.34 times the least; the second tile finds it in the L2.
+    heads = cost.Heads(32, 8, 128, 2, 2)
+    own = 64 * 256
+    together = cost.cascade_kv_bytes(64, 8192, own, heads, 128)
+    assert (64 * 8192 + own) * heads.kv_bytes >= 4 * together
+    assert together <= 1.34 * (8192 + own) * heads.kv_bytes
+    assert cascade_pays(64, 8192, own, heads)
+    assert not cascade_pays(1, 8192, 256, heads)
