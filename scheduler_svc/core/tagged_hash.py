@@ -7,6 +7,7 @@ tokens for one.
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
+from struct import iter_unpack
 from typing import Protocol, cast
 
 from scheduler_svc.core.block_hash import (
@@ -65,13 +66,14 @@ class TaggedHash:
 
         Cost: 0.5 us a block of 16 with SHA-256, 0.2 us with xxh3-128; Python 3.11.
         """
-        function, name = self.function, bytes(parent)
-        raw, width = tokens.tobytes(), 4 * block_size
+        function, name = self.function, cast(bytes, parent)
+        width = 4 * block_size
         tag = b"T" + width.to_bytes(4, "little")
         names = []
+        full = tokens[: len(tokens) // block_size * block_size].tobytes()
         keys = extra.encode_by_block(start, block_size, _encode)
-        for end, key in zip(range(width, len(raw) + 1, width), keys, strict=False):
-            name = function(name + tag + raw[end - width : end] + key).digest()
+        for (content,), key in zip(iter_unpack(f"{width}s", full), keys, strict=False):
+            name = function(name + tag + content + key).digest()
             names.append(name)
         # Not BlockHash(name) one by one: that call is a tenth of the loop.
         return cast(list[BlockHash], names)
