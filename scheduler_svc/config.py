@@ -127,8 +127,13 @@ class SchedulerSettings(BaseSettings):
     enable_prefix_caching: CliImplicitFlag[bool] = True
     """Share blocks among requests with equal prefixes."""
 
-    prefix_caching_hash_algo: Literal["sha256"] = "sha256"
-    """How blocks get their names."""
+    prefix_caching_hash_algo: Literal["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"] = "sha256"
+    """How blocks get their names: sha256 or xxhash; with _cbor equal to vLLM's names. xxhash is
+    faster, and for trusted input of a single tenant only."""
+
+    hash_seed: str = Field(default="", coerce_numbers_to_str=True)
+    """Enters every block's name; servers that compare names must agree on it. With _cbor it is
+    vLLM's PYTHONHASHSEED."""
 
     worker_wait: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     """Seconds that requests wait for a worker before they end with UNAVAILABLE."""

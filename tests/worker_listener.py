@@ -7,6 +7,8 @@ from contextlib import asynccontextmanager, suppress
 from grpc import aio
 
 from fake_worker_process import WireWorker
+from scheduler_svc.core.block_hash import HashAlgorithm
+from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.engine import Engine
@@ -22,7 +24,15 @@ PROMPT = [0, 1, 2, 0, 1, 1, 2]
 class WorkerListener:
     """An engine that workers can dial in to."""
 
-    def __init__(self, *, depth: int, heartbeat_s: float, join_secret: str) -> None:
+    def __init__(
+        self,
+        *,
+        depth: int,
+        heartbeat_s: float,
+        join_secret: str,
+        hash_algorithm: HashAlgorithm,
+        hash_seed: str,
+    ) -> None:
         limits = Limits(
             block_size=BLOCK_SIZE,
             max_num_seqs=4,
@@ -42,8 +52,14 @@ class WorkerListener:
             join_secret=join_secret,
         )
         mailbox = Mailbox()
-        self.scheduler = Scheduler(limits)
-        self.group = WorkerGroup(terms, mailbox, incarnation=2**63 + 1)
+        self.scheduler = Scheduler(limits, hash_algorithm=hash_algorithm)
+        self.group = WorkerGroup(
+            terms,
+            mailbox,
+            incarnation=2**63 + 1,
+            hash_algorithm=hash_algorithm,
+            hash_seed=hash_seed,
+        )
         self.engine = Engine(
             self.scheduler, self.group, mailbox, incarnation=2**63 + 1, worker_wait_s=30.0
         )
@@ -58,9 +74,20 @@ class WorkerListener:
 
 @asynccontextmanager
 async def listening(
-    *, depth: int = 2, heartbeat_s: float = 30.0, join_secret: str = ""
+    *,
+    depth: int = 2,
+    heartbeat_s: float = 30.0,
+    join_secret: str = "",
+    hash_algorithm: HashAlgorithm = SHA256,
+    hash_seed: str = "",
 ) -> AsyncIterator[WorkerListener]:
-    listener = WorkerListener(depth=depth, heartbeat_s=heartbeat_s, join_secret=join_secret)
+    listener = WorkerListener(
+        depth=depth,
+        heartbeat_s=heartbeat_s,
+        join_secret=join_secret,
+        hash_algorithm=hash_algorithm,
+        hash_seed=hash_seed,
+    )
     server = aio.server()
     add_worker_servicer(server, listener.group)
     listener.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"

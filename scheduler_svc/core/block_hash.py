@@ -1,40 +1,80 @@
-"""Names of full blocks: chained hashes of everything that determines their content.
+"""Names of full blocks: what goes into them, and what an algorithm that makes them can do.
 
-Every field is tagged and length-prefixed, so that no adapter can pass for a salt and no two
-tokens for one.
+A name is a chained hash of everything that determines a block's content or its audience: the
+tokens of the block and of all before it, and extra keys.
 """
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from hashlib import sha256
-from typing import NewType
+from itertools import chain, count, islice, pairwise, repeat
+from typing import NewType, Protocol
 
 BlockHash = NewType("BlockHash", bytes)
 
-VERSION = 1
-"""Raised when the encoding changes, so that old names of lower tiers are never hit."""
+
+@dataclass(frozen=True, slots=True)
+class PoolIdentity:
+    """What all blocks of a pool have in common."""
+
+    fingerprint: str
+    """Of the model."""
+
+    kv_dtype: str
+    block_size: int
+
+    layout: str
+    """How the bytes of a block are arranged."""
 
 
-def _field(tag: bytes, value: bytes) -> bytes:
-    return tag + len(value).to_bytes(4, "little") + value
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What changes the keys and values of every block of a request."""
+
+    name: str
+
+    generation: int
+    """Of the content under this name: raised when it is loaded anew. 64 bits."""
 
 
-def root_hash(
-    *, seed: bytes, fingerprint: str, kv_dtype: str, block_size: int, layout: str
-) -> BlockHash:
-    """Return the parent of every first block: what all blocks of a pool have in common.
+@dataclass(frozen=True, slots=True)
+class ContentSpan:
+    """Positions that are filled from something else than their token ids: an image, embeddings."""
 
-    `seed` is configured, never random, so that two processes agree on names.
-    """
-    parts = (
-        _field(b"V", VERSION.to_bytes(4, "little")),
-        _field(b"S", seed),
-        _field(b"M", fingerprint.encode()),
-        _field(b"D", kv_dtype.encode()),
-        _field(b"B", block_size.to_bytes(4, "little")),
-        _field(b"L", layout.encode()),
-    )
-    return BlockHash(sha256(b"pagemill" + b"".join(parts)).digest())
+    content_id: str
+    """Says what fills them; equal content has equal ids."""
+
+    start: int
+    """Its first position in the request."""
+
+    length: int
+    """Positions. At least 1."""
+
+    @property
+    def end(self) -> int:
+        """The position behind it."""
+        return self.start + self.length
+
+
+@dataclass(frozen=True, slots=True)
+class SpanPart:
+    """A content span as one block sees it."""
+
+    content_id: str
+
+    offset: int
+    """Of the span's start from the block's. Negative if it began in an earlier block."""
+
+
+@dataclass(frozen=True, slots=True)
+class Salt:
+    """Who may share a request's prefixes."""
+
+    cache_domain: bytes
+    salt: bytes
+
+
+Key = Adapter | SpanPart | Salt
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,33 +87,83 @@ class ExtraKeys:
     cache_domain: bytes = b""
     """Whose prefixes may be shared: the tenant's cache domain."""
 
-    def first_block(self) -> bytes:
-        """Return the encoded keys of a request's first block; later ones inherit them."""
-        if not self.salt and not self.cache_domain:
-            return b""
-        salt = sha256(_field(b"d", self.cache_domain) + _field(b"s", self.salt)).digest()
-        return _field(b"s", salt)
+    adapter: Adapter | None = None
+    """None: the model as it is."""
+
+    spans: tuple[ContentSpan, ...] = ()
+    """In order of position, none over another."""
+
+    def __post_init__(self) -> None:
+        if any(span.length < 1 for span in self.spans):
+            raise ValueError("a content span is empty")
+        if any(later.start < span.end for span, later in pairwise(self.spans)):
+            raise ValueError("content spans are out of order, or one lies over another")
+
+    def of_block(self, start: int, end: int) -> tuple[Key, ...]:
+        """Return the keys of the block of positions [start, end): adapter, spans, salt.
+
+        The salt enters a request's first block alone: the chain hands it on.
+        """
+        keys: list[Key] = [self.adapter] if self.adapter else []
+        if self.spans:
+            first = bisect_right(self.spans, start, key=lambda span: span.end)
+            for span in islice(self.spans, first, None):
+                if span.start >= end:
+                    break
+                keys.append(SpanPart(span.content_id, span.start - start))
+        if start == 0 and (self.salt or self.cache_domain):
+            keys.append(Salt(self.cache_domain, self.salt))
+        return tuple(keys)
+
+    def encode_by_block(
+        self, start: int, block_size: int, encode: Callable[[tuple[Key, ...]], bytes]
+    ) -> Iterable[bytes]:
+        """Return the encoded keys of the block at position `start` and, without end, of the next.
+
+        Cost: one `encode` or two for all blocks, if there are no spans.
+        """
+        if self.spans:
+            begins = count(start, block_size)
+            return (encode(self.of_block(begin, begin + block_size)) for begin in begins)
+        first = encode(self.of_block(start, start + block_size))
+        if start:
+            return repeat(first)
+        return chain((first,), repeat(encode(self.of_block(block_size, 2 * block_size))))
 
 
-def hash_full_blocks(
-    tokens: memoryview, block_size: int, parent: BlockHash, first_extra: bytes = b""
-) -> Sequence[BlockHash]:
-    """Return one chained hash for each full block of `tokens` (int32).
+NO_EXTRA_KEYS = ExtraKeys()
 
-        hash[i] = SHA-256(hash[i - 1] | "T" | length | tokens of block i | extra keys)
 
-    The chain makes a hash stand for its block and all before it, so comparing two hashes
-    compares two prefixes. A trailing partial block has no hash: it can still change.
+class HashAlgorithm(Protocol):
+    """A way to name blocks. It keeps nothing, so that one object serves everyone."""
 
-    SHA-256 although faster hashes exist: a collision would show one user's cache to another.
-    """
-    raw = tokens.cast("B")
-    width = 4 * block_size
-    tag = _field(b"T", b"\0" * width)[:5]
-    hashes = []
-    extra = first_extra
-    for end in range(width, len(raw) + 1, width):
-        parent = BlockHash(sha256(parent + tag + raw[end - width : end] + extra).digest())
-        hashes.append(parent)
-        extra = b""
-    return hashes
+    @property
+    def name(self) -> str:
+        """As `--prefix-caching-hash-algo` has it."""
+
+    @property
+    def resists_collisions(self) -> bool:
+        """Nobody can construct two prompts with one name."""
+
+    def root(self, seed: str, pool: PoolIdentity) -> BlockHash:
+        """Return the parent of every first block.
+
+        `seed` is configured, never random, so that two processes agree on names.
+        """
+
+    def hash_full_blocks(
+        self,
+        tokens: memoryview,
+        block_size: int,
+        parent: BlockHash,
+        extra: ExtraKeys = NO_EXTRA_KEYS,
+        start: int = 0,
+    ) -> list[BlockHash]:
+        """Return one chained hash for each full block of `tokens` (int32).
+
+        `start` is the request's position of the first token, at the beginning of a block, and
+        `parent` the name of the block before it, or the root.
+
+        The chain makes a hash stand for its block and all before it, so comparing two hashes
+        compares two prefixes. A trailing partial block has no hash: it can still change.
+        """

@@ -6,7 +6,7 @@ the step that writes it has answered, the name rests on the journal.
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import BlockHash, hash_full_blocks
+from scheduler_svc.core.block_hash import BlockHash, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.journal import Journal
@@ -18,10 +18,19 @@ from scheduler_svc.core.step_plan import Int32Array
 class PrefixCache:
     """Names of blocks, from request to pool. Disabled, it finds, hashes and names nothing."""
 
-    __slots__ = ("_block_size", "_journal", "_root", "_rows", "enabled")
+    __slots__ = ("_algorithm", "_block_size", "_journal", "_root", "_rows", "enabled")
 
-    def __init__(self, block_size: int, rows: Rows, journal: Journal, *, enabled: bool) -> None:
+    def __init__(
+        self,
+        block_size: int,
+        rows: Rows,
+        journal: Journal,
+        algorithm: HashAlgorithm,
+        *,
+        enabled: bool,
+    ) -> None:
         self.enabled = enabled
+        self._algorithm = algorithm
         self._block_size = block_size
         self._rows = rows
         self._journal = journal
@@ -92,7 +101,7 @@ class PrefixCache:
         block_size, known = self._block_size, len(request.hashes)
         if num_tokens // block_size > known:
             parent = request.hashes[-1] if known else self._root
-            extra = b"" if known else request.extra.first_block()
-            request.hashes += hash_full_blocks(
-                tokens[known * block_size : num_tokens], block_size, parent, extra
+            start = known * block_size
+            request.hashes += self._algorithm.hash_full_blocks(
+                tokens[start:num_tokens], block_size, parent, request.extra, start
             )

@@ -5,7 +5,7 @@ from collections import deque
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import BlockHash
+from scheduler_svc.core.block_hash import BlockHash, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.counters import Counters
 from scheduler_svc.core.errors import (
@@ -15,6 +15,7 @@ from scheduler_svc.core.errors import (
     NeverFitsError,
     QueueFullError,
 )
+from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.journal import FlyingStep, Journal
 from scheduler_svc.core.length_limit import length_limit
 from scheduler_svc.core.limits import Limits
@@ -40,7 +41,13 @@ class Scheduler:
     Invariant: blocks, names and tables agree after each call; `check` proves it.
     """
 
-    def __init__(self, limits: Limits, *, enable_prefix_caching: bool = True) -> None:
+    def __init__(
+        self,
+        limits: Limits,
+        *,
+        enable_prefix_caching: bool = True,
+        hash_algorithm: HashAlgorithm = SHA256,
+    ) -> None:
         self.limits = limits
         self.counters = Counters()
         self._rows = Rows(limits.max_num_seqs, limits.max_model_len)
@@ -48,7 +55,11 @@ class Scheduler:
         self._live: dict[str, Request] = {}
         self._journal = Journal()
         self._prefixes = PrefixCache(
-            limits.block_size, self._rows, self._journal, enabled=enable_prefix_caching
+            limits.block_size,
+            self._rows,
+            self._journal,
+            hash_algorithm,
+            enabled=enable_prefix_caching,
         )
         self._pool: BlockPool | None = None
         self._connected = False

@@ -15,6 +15,7 @@ from prometheus_client import CollectorRegistry
 
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.errors import UnavailableError
+from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.errors import ConfigError
@@ -165,9 +166,20 @@ def _build(
     limits = _limits(settings, facts)
     incarnation = secrets.randbits(64)
     mailbox = Mailbox()
-    group = WorkerGroup(_terms(settings, facts, limits), mailbox, incarnation=incarnation)
+    algorithm = HASH_ALGORITHMS[settings.prefix_caching_hash_algo]
+    group = WorkerGroup(
+        _terms(settings, facts, limits),
+        mailbox,
+        incarnation=incarnation,
+        hash_algorithm=algorithm,
+        hash_seed=settings.hash_seed,
+    )
     engine = Engine(
-        Scheduler(limits, enable_prefix_caching=settings.enable_prefix_caching),
+        Scheduler(
+            limits,
+            enable_prefix_caching=settings.enable_prefix_caching,
+            hash_algorithm=algorithm,
+        ),
         group,
         mailbox,
         incarnation=incarnation,
@@ -190,7 +202,8 @@ def _build(
 
 def _log_start(settings: SchedulerSettings, front: FrontEnd, metrics_page: str | None) -> None:
     limits = front.limits
-    structlog.get_logger("server").info(
+    log = structlog.get_logger("server")
+    log.info(
         "starting",
         version=front.version,
         model=settings.model_path,
@@ -202,6 +215,12 @@ def _log_start(settings: SchedulerSettings, front: FrontEnd, metrics_page: str |
         pipeline_depth=limits.pipeline_depth,
         metrics=metrics_page or "off",
     )
+    algorithm = HASH_ALGORITHMS[settings.prefix_caching_hash_algo]
+    if settings.enable_prefix_caching and not algorithm.resists_collisions:
+        log.warning(
+            "block names can be forged: for trusted input of a single tenant only",
+            prefix_caching_hash_algo=algorithm.name,
+        )
 
 
 def _limits(settings: SchedulerSettings, facts: ModelFacts) -> Limits:

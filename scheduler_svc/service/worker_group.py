@@ -9,7 +9,8 @@ import grpc
 import structlog
 
 from pagemill.v1 import worker_pb2
-from scheduler_svc.core.block_hash import root_hash
+from scheduler_svc.core.block_hash import HashAlgorithm, PoolIdentity
+from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.engine_door import GroupState
 from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
@@ -64,10 +65,20 @@ class WorkerGroup:
     number = 0
     world_size = 1
 
-    def __init__(self, terms: JoinTerms, mailbox: Mailbox, *, incarnation: int) -> None:
+    def __init__(
+        self,
+        terms: JoinTerms,
+        mailbox: Mailbox,
+        *,
+        incarnation: int,
+        hash_algorithm: HashAlgorithm = SHA256,
+        hash_seed: str = "",
+    ) -> None:
         self._terms = terms
         self._mailbox = mailbox
         self._incarnation = incarnation
+        self._hash_algorithm = hash_algorithm
+        self._hash_seed = hash_seed
         self._epoch_number = 0
         self._links: dict[int, WorkerLink] = {}
         self._empty = asyncio.Event()
@@ -178,13 +189,13 @@ class WorkerGroup:
         self._epoch_number += 1
         self._leader = link
         link.epoch = Epoch(self._incarnation, self._epoch_number)
-        root = root_hash(
-            seed=b"",
+        pool = PoolIdentity(
             fingerprint=link.model.fingerprint,
             kv_dtype=link.model.kv_dtype,
             block_size=self._terms.block_size,
             layout=_layout(link.model.kv_groups),
         )
+        root = self._hash_algorithm.root(self._hash_seed, pool)
         self._mailbox.post(GroupReady(self._epoch_number, ready.num_blocks, root, kept_cache))
         self._log.info(
             "worker group ready",

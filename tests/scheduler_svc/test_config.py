@@ -49,10 +49,24 @@ def test_the_environment_names_the_file_and_lists_names(
     assert "s3cret" not in repr(settings)
 
 
+def test_a_hash_seed_of_digits_is_a_text_wherever_it_stands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "scheduler.yaml"
+    file.write_text("hash-seed: 0")
+    assert read_settings(["m"]).hash_seed == ""
+    assert read_settings(["m", "--config", str(file)]).hash_seed == "0"
+    assert read_settings(["m", "--hash-seed", "42"]).hash_seed == "42"
+    monkeypatch.setenv("PAGEMILL_HASH_SEED", "7")
+    assert read_settings(["m"]).hash_seed == "7"
+
+
 def test_flags_have_the_names_of_vllm() -> None:
     flags = ["--no-enable-prefix-caching", "--num-gpu-blocks-override", "24"]
     flags += ["--served-model-name", "a", "--served-model-name", "b", "--max-model-len", "64"]
+    flags += ["--prefix-caching-hash-algo", "xxhash_cbor"]
     settings = read_settings(["m", *flags])
+    assert settings.prefix_caching_hash_algo == "xxhash_cbor"
     assert not settings.enable_prefix_caching
     assert settings.num_gpu_blocks_override == 24
     assert settings.served_model_name == ["a", "b"]

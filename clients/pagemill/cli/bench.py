@@ -16,6 +16,7 @@ from rich.table import Table
 
 from pagemill.cli import options
 from pagemill.cli.bare_loop import BareLoop, bare_loop
+from pagemill.cli.bench_hash import bench_hash
 from pagemill.cli.exit_status import CliError
 from pagemill.cli.local_server import local_server
 from pagemill.cli.model_source import DEMO, Model, resolve
@@ -29,6 +30,7 @@ Pairs = Annotated[int, typer.Option(min=1, help="Pairs of runs.")]
 BenchModel = Annotated[str, typer.Argument(metavar="MODEL", help="As for serve.")]
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
+app.command("hash")(bench_hash)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

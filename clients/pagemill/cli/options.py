@@ -55,7 +55,10 @@ MaxNumBatchedTokens = Annotated[int | None, Option(help="Most tokens in a step."
 MaxWaitingRequests = Annotated[int | None, Option(help="Most requests in the queue.")]
 PipelineDepth = Annotated[int | None, Option(help="Plans in flight, 1 or 2.")]
 EnablePrefixCaching = Annotated[bool | None, Option(help="Share blocks of equal prefixes.")]
-PrefixCachingHashAlgo = Annotated[str | None, Option(help="How blocks get their names.")]
+PrefixCachingHashAlgo = Annotated[
+    str | None, Option(help="Of block names: sha256, sha256_cbor, xxhash or xxhash_cbor.")
+]
+HashSeed = Annotated[str | None, Option(help="Of block names; equal where names are compared.")]
 WorkerWait = Annotated[float | None, Option(help="Seconds requests wait for a worker.")]
 DrainTimeout = Annotated[float | None, Option(help="Seconds requests get after SIGTERM.")]
 TraceStepsEvery = Annotated[int | None, Option(help="Trace one step in so many.")]

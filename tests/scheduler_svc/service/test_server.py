@@ -25,6 +25,7 @@ from scheduler_process import (
     until_serving,
     write_model,
 )
+from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
 
 PROMPT = [1, 2, 0, 1, 1, 2, 0]
 SERVICES = ("pagemill.v1.Inference", "pagemill.v1.Control", "pagemill.v1.Admin")
@@ -55,6 +56,25 @@ async def test_it_serves_once_a_worker_is_ready_and_ends_with_status_0(model: Pa
             assert worker.stopped
     assert (status, stdout) == (0, "")
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS)
+async def test_prefixes_are_hit_under_every_algorithm_and_a_weak_one_is_told(
+    model: Path, algorithm: str
+) -> None:
+    flags = ("--prefix-caching-hash-algo", algorithm, "--hash-seed", "0")
+    async with (
+        scheduler(model, *flags) as running,
+        aio.insecure_channel(running.address) as channel,
+        working(running.workers, fake_worker(), model_hello()),
+    ):
+        await until_serving(channel)
+        answers = [await generate(channel, PROMPT, 4) for _ in range(2)]
+        running.send(signal.SIGTERM)
+        status, _, stderr = await running.end()
+    assert [answer.cached_tokens for answer in answers] == [0, 4]
+    told = "trusted input of a single tenant only" in stderr
+    assert (status, told) == (0, algorithm.startswith("xxhash"))
 
 
 async def test_reflection_names_the_services(model: Path) -> None:

@@ -1,6 +1,7 @@
 """Who may join, and what becomes of requests when workers vanish and return, over real gRPC."""
 
 import asyncio
+from array import array
 
 import grpc
 import pytest
@@ -9,6 +10,8 @@ from engine_door_use import ask, until
 from fake_worker import FakeWorker, generate_alone
 from fake_worker_process import dialled, hello, model_facts, refusal, working
 from pagemill.v1 import worker_pb2
+from scheduler_svc.core.block_hash import HashAlgorithm, PoolIdentity
+from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
 from worker_listener import BLOCK_SIZE, NUM_BLOCKS, PROMPT, WorkerListener, fake_worker, listening
 
 
@@ -54,6 +57,35 @@ async def test_a_hello_that_does_not_fit_is_refused_with_field_and_both_values(
         assert (code, details) == (grpc.StatusCode.FAILED_PRECONDITION, complaint)
         async with working(listener.address, fake_worker()):
             await until(listener.ready)
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS.values(), ids=lambda a: a.name)
+async def test_blocks_are_named_under_the_configured_seed_and_the_workers_model(
+    algorithm: HashAlgorithm,
+) -> None:
+    model = worker_pb2.ModelFacts(
+        fingerprint="f00d",
+        kv_dtype="fp8",
+        kv_groups=[worker_pb2.KvGroup(num_layers=2, num_kv_heads=3, head_dim=64)],
+        vocab_size=3,
+        max_position_embeddings=128,
+    )
+    greeting = hello()
+    greeting.model.CopyFrom(model)
+    pool = PoolIdentity("f00d", "fp8", BLOCK_SIZE, "2x3x64w0")
+    tokens = memoryview(array("i", PROMPT))
+    (name,) = algorithm.hash_full_blocks(tokens, BLOCK_SIZE, algorithm.root("0", pool))
+    (other,) = algorithm.hash_full_blocks(tokens, BLOCK_SIZE, algorithm.root("", pool))
+    async with (
+        listening(hash_algorithm=algorithm, hash_seed="0") as listener,
+        working(listener.address, fake_worker(), greeting),
+    ):
+        await until(listener.ready)
+        await ask(listener.engine, "r", PROMPT, 1)
+        named = listener.scheduler.pool
+        assert named is not None
+        assert named.lookup(name) is not None
+        assert named.lookup(other) is None
 
 
 async def test_a_worker_with_another_model_than_the_first_is_refused() -> None:
