@@ -1,4 +1,4 @@
-"""`pagemill bench overhead`: the engine over gRPC against the bare forward loop."""
+"""`pagemill bench`: the engine over gRPC against the bare forward loop, and the step bench."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pagemill.cli import options
+from pagemill.cli import options, single_program
 from pagemill.cli.bare_loop import BareLoop, bare_loop
 from pagemill.cli.exit_status import CliError
 from pagemill.cli.local_server import local_server
@@ -29,6 +29,7 @@ Pairs = Annotated[int, typer.Option(min=1, help="Pairs of runs.")]
 BenchModel = Annotated[str, typer.Argument(metavar="MODEL", help="As for serve.")]
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
+app.command("step", context_settings=single_program.PASS_ON)(single_program.bench_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
