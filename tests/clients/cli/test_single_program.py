@@ -1,4 +1,4 @@
-"""A command that is another program becomes it; what it was told is passed on, and its status kept."""
+"""A command that is another program becomes it: what it was told is passed on."""
 
 import json
 import subprocess
