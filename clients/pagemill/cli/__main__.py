@@ -26,6 +26,7 @@ def make_app() -> typer.Typer:
     app.command("serve")(serve)
     app.command("scheduler", context_settings=single_program.PASS_ON)(single_program.scheduler)
     app.command("worker", context_settings=single_program.PASS_ON)(single_program.worker)
+    app.command("simulate", context_settings=single_program.PASS_ON)(single_program.simulate)
     app.command("complete")(complete)
     app.command("chat")(chat)
     app.command("demo")(demo)

@@ -1,4 +1,4 @@
-"""`pagemill bench overhead`: the engine over gRPC against the bare forward loop."""
+"""`pagemill bench`: the engine over gRPC against the bare forward loop, and the step bench."""
 
 import asyncio
 import json
@@ -14,7 +14,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pagemill.cli import options
+from pagemill.cli import options, single_program
 from pagemill.cli.bare_loop import BareLoop, bare_loop
 from pagemill.cli.bench_hash import bench_hash
 from pagemill.cli.exit_status import CliError
@@ -31,6 +31,7 @@ BenchModel = Annotated[str, typer.Argument(metavar="MODEL", help="As for serve."
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.command("hash")(bench_hash)
+app.command("step", context_settings=single_program.PASS_ON)(single_program.bench_step)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

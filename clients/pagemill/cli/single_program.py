@@ -1,7 +1,7 @@
-"""`pagemill scheduler` and `pagemill worker`: one program alone, in place of this process."""
+"""`pagemill scheduler`, `worker`, `simulate`: one program alone, in place of this process."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any
 
 import typer
@@ -20,6 +20,8 @@ Arguments = Annotated[
     list[str] | None, typer.Argument(metavar="MODEL [SETTINGS]...", help="Or --help.")
 ]
 
+Options = Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS]...", help="Or --help.")]
+
 
 def scheduler(arguments: Arguments = None) -> None:
     """Run the scheduler alone; workers dial in to its --worker-listen. --help: its settings."""
@@ -31,8 +33,21 @@ def worker(arguments: Arguments = None) -> None:
     _become("worker_svc", arguments or [])
 
 
+def simulate(options: Options = None) -> None:
+    """Replay a load against the scheduler's core, without a model. --help: its options."""
+    _replace_by(program("scheduler_svc.simulate", *(options or [])), {})
+
+
+def bench_step(options: Options = None) -> None:
+    """Time the scheduler's own work for a step, and weigh its plan. --help: its options."""
+    _replace_by(program("scheduler_svc.bench_step", *(options or [])), {})
+
+
 def _become(module: str, arguments: Sequence[str]) -> None:
-    command, environment = prepared(module, arguments)
+    _replace_by(*prepared(module, arguments))
+
+
+def _replace_by(command: tuple[str, ...], environment: Mapping[str, str]) -> None:
     os.execve(command[0], command, {**environment, **os.environ})  # noqa: S606 no shell is wanted
 
 

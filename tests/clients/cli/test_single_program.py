@@ -1,5 +1,6 @@
-"""`scheduler` and `worker` become the program, with the model found and the rest passed on."""
+"""A command that is another program becomes it: what it was told is passed on."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -57,3 +58,30 @@ def test_the_programs_exit_status_is_kept(part: str, tmp_path: Path) -> None:
     )
     assert ended.returncode == 2
     assert "log_level" in ended.stderr
+
+
+def _pagemill(*arguments: str) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "pagemill.cli", *arguments]
+    return subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+
+
+def test_simulate_prints_one_json_object() -> None:
+    flags = ("--lengths", "alpaca", "--allocator", "paged", "--block-size", "8", "--requests", "9")
+    ended = _pagemill("simulate", *flags, "--json")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    answer = json.loads(ended.stdout)
+    assert (answer["requests"], answer["block_size"]) == (9, 8)
+
+
+@pytest.mark.parametrize("flag", ["--n", "--beam-width"])
+def test_simulate_refuses_forks(flag: str) -> None:
+    ended = _pagemill("simulate", "--lengths", "sharegpt", flag, "2")
+    assert ended.returncode == 2
+    assert f"{flag} is 2, but the core has no forks yet" in ended.stderr
+
+
+def test_bench_step_prints_a_line_for_each_size() -> None:
+    ended = _pagemill("bench", "step", "--requests", "4", "--requests", "8", "--json")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    lines = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert [line["requests"] for line in lines] == [4, 8]
