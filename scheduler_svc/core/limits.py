@@ -25,8 +25,9 @@ class Limits:
     pipeline_depth: int
     """Plans in flight at most."""
 
-    watermark: float = 0.01
-    """Share of the pool that stays free when a preempted request resumes beside others."""
+    watermark: float = 0.05
+    """Share of the pool that stays free when a preempted request resumes beside others. Against
+    0.01 it halves the tokens computed again, for 1 % more steps (ADR 0014)."""
 
     max_waiting_tokens: int | None = None
     """Most known tokens in the queue. A request is taken whatever its size if nobody waits."""
