@@ -91,9 +91,9 @@ class Request:
         "num_pending_tokens",
         "num_prompt_tokens",
         "num_recomputed_tokens",
+        "precedence",
         "preemption_times_ns",
         "priority",
-        "rank",
         "read_cache",
         "request_id",
         "row",
@@ -140,7 +140,7 @@ class Request:
         # Kept by the scheduler.
         self.sequence = -1
         """Order of arrival."""
-        self.rank = (0, 0)
+        self.precedence = (0, 0)
         """Order among those who wait, and among those who run. The queue gives it."""
         self.account: int | None = None
         """Where a fair queue counts its tokens."""

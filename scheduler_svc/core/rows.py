@@ -78,7 +78,7 @@ class Rows:
         self.generation = column()
         self.owners: list[Request | None] = [None] * max_rows
         self.running: list[Request] = []
-        """Requests with a row, in order of rank."""
+        """Requests with a row, in order of precedence."""
         self._free = list(range(max_rows))
         heapify(self._free)
         self._order: Int32Array = np.zeros(0, dtype=np.int32)
@@ -91,7 +91,7 @@ class Rows:
 
     @property
     def order(self) -> Int32Array:
-        """[running] The rows in order of rank. Valid until a row is taken or given back."""
+        """[running] The rows in order of precedence. Valid until a row is taken or given back."""
         if self._order_stale:
             self._order = np.array([request.row for request in self.running], dtype=np.int32)
             self._order_stale = False
@@ -134,7 +134,7 @@ class Rows:
         self.owners[row] = request
         request.row = row
         place = len(self.running)
-        while place and self.running[place - 1].rank > request.rank:
+        while place and self.running[place - 1].precedence > request.precedence:
             place -= 1
         self.running.insert(place, request)
         self._order_stale = True

@@ -210,7 +210,7 @@ class Scheduler:
         gap is a prefill, cut where the budget ends; a gap of one is a decode. A token that a
         step in flight will sample counts as known: the worker fills it in.
 
-        Running requests come first, in order of rank. When blocks run out a victim gives its
+        Running requests come first, in order of precedence. When blocks run out a victim gives its
         own back, and nothing is admitted in that step. A waiting request may take the place of
         running ones, if the queue's policy says so; then it is the last to be admitted.
         """
@@ -261,8 +261,8 @@ class Scheduler:
         if self._pool is not None:
             self._pool.check([request.blocks for request in self._live.values()])
         running = self._rows.running
-        if sorted(r.rank for r in running) != [r.rank for r in running]:
-            raise InvariantError("running requests are not in order of rank")
+        if sorted(r.precedence for r in running) != [r.precedence for r in running]:
+            raise InvariantError("running requests are not in order of precedence")
         if self._waiting.num_tokens != sum(r.num_tokens for r in self._waiting):
             raise InvariantError("waiting tokens miscounted")
         if {*map(id, running), *map(id, self._waiting)} != set(map(id, self._live.values())):
@@ -580,7 +580,7 @@ class Scheduler:
     # Leaving a row.
 
     def _preempt(self, request: Request, now_ns: int, *, keep_in_flight: bool = True) -> None:
-        """Take a running request's blocks; it waits, with its outputs, where its rank is."""
+        """Take a running request's blocks; it waits, with its outputs, where its precedence is."""
         row = self._rows.row_of(request)
         if keep_in_flight:
             generation = int(self._rows.generation[row])

@@ -1,6 +1,6 @@
 """The waiting queue: whose turn it is, by arrival, by priority, or by fair shares of tokens.
 
-A rank is given when a request is queued and never changes, so a queue stays sorted by itself.
+A precedence is given when a request is queued and never changes, so a queue stays sorted by itself.
 """
 
 from bisect import bisect_left, insort
@@ -12,7 +12,7 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.step_plan import Int32Array
 from scheduler_svc.core.tenant_shares import TenantShares
 
-_rank = attrgetter("rank")
+_precedence = attrgetter("precedence")
 
 
 class WaitingQueue:
@@ -36,13 +36,13 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Queue a new or a preempted request."""
-        request.rank = self._rank_of(request)
-        insort(self._line, request, key=_rank)
+        request.precedence = self._precedence_of(request)
+        insort(self._line, request, key=_precedence)
         self.num_tokens += request.num_tokens
 
     def remove(self, request: Request) -> None:
         """Take a queued request out."""
-        del self._line[bisect_left(self._line, request.rank, key=_rank)]
+        del self._line[bisect_left(self._line, request.precedence, key=_precedence)]
         self.num_tokens -= request.num_tokens
 
     def in_turn(self) -> Iterator[Request]:
@@ -66,7 +66,7 @@ class WaitingQueue:
     def forget(self, request: Request) -> None:
         """Note that a request has ended."""
 
-    def _rank_of(self, request: Request) -> tuple[int, int]:
+    def _precedence_of(self, request: Request) -> tuple[int, int]:
         return 0, request.sequence
 
 
@@ -86,12 +86,16 @@ class PriorityQueue(WaitingQueue):
     def yielding_to(self, request: Request, running: Sequence[Request]) -> list[Request]:
         """Return running requests of worse priority that have not aged past the waiting one.
 
-        Who yields ranks behind, so two requests can never take each other's place in turn.
+        Who yields goes behind, so two requests can never take each other's place in turn.
         """
-        priority, rank = request.priority, request.rank
-        return [other for other in running if other.priority > priority and other.rank > rank]
+        priority, precedence = request.priority, request.precedence
+        return [
+            other
+            for other in running
+            if other.priority > priority and other.precedence > precedence
+        ]
 
-    def _rank_of(self, request: Request) -> tuple[int, int]:
+    def _precedence_of(self, request: Request) -> tuple[int, int]:
         if self._ageing_ns:
             return request.priority * self._ageing_ns + request.arrival_ns, request.sequence
         return request.priority, request.sequence
@@ -118,7 +122,7 @@ class FairQueue(WaitingQueue):
         line = self._lines.setdefault(request.account, [])
         if not line:
             self._shares.join(request.account, self._lines.keys() - {request.account})
-        insort(line, request, key=_rank)
+        insort(line, request, key=_precedence)
 
     def remove(self, request: Request) -> None:
         """Take a queued request out."""
@@ -126,7 +130,7 @@ class FairQueue(WaitingQueue):
         if request.account is None:
             return
         line = self._lines[request.account]
-        del line[bisect_left(line, request.rank, key=_rank)]
+        del line[bisect_left(line, request.precedence, key=_precedence)]
         if not line:
             del self._lines[request.account]
             self._shares.leave(request.account)
@@ -135,7 +139,7 @@ class FairQueue(WaitingQueue):
         """Yield requests of the least served tenants first; each may be removed."""
         served = self._shares.served
         heap = [
-            (float(served[account]), line[0].rank, account, 0)
+            (float(served[account]), line[0].precedence, account, 0)
             for account, line in self._lines.items()
         ]
         heapify(heap)
@@ -146,7 +150,7 @@ class FairQueue(WaitingQueue):
             line = self._lines.get(account, [])
             place += place < len(line) and line[place] is request
             if place < len(line):
-                heapreplace(heap, (float(served[account]), line[place].rank, account, place))
+                heapreplace(heap, (float(served[account]), line[place].precedence, account, place))
             else:
                 heappop(heap)
 
