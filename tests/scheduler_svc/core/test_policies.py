@@ -175,7 +175,7 @@ def test_better_priority_takes_blocks_only_if_they_let_it_in() -> None:
     table = bench(8, "priority", rows=4)
     table.send(request("low", [0] * 12, 9, priority=5), request("equal", [1] * 12, 9))
     planned(table)
-    table.send(request("fits", [2] * 12, 1))
+    table.send(request("fits", [2] * 12, 1), request("small", [1], 1))
     assert planned(table) == {"fits": 12, "equal": 1}
 
 
@@ -273,20 +273,18 @@ def test_a_busy_tenant_does_not_keep_another_waiting() -> None:
     assert turns <= 21
 
 
-def test_tokens_are_shared_by_weight() -> None:
-    table = bench(400, "fair", rows=4, budget=32)
+@pytest.mark.parametrize(("weight", "output"), [(3.0, 12), (1.0, 48)])
+def test_tokens_are_shared_by_weight_not_by_requests(weight: float, output: int) -> None:
+    table = bench(400, "fair", rows=4, budget=32, waiting=200)
     load = [
-        request(f"{tenant}{i}", [0, i % 2], 12, tenant=tenant, weight=weight)
-        for i in range(30)
-        for tenant, weight in (("a", 1.0), ("b", 3.0))
+        request(f"{tenant}{i}", [0, i % 2], length, tenant=tenant, weight=share)
+        for i in range(60)
+        for tenant, share, length in (("a", 1.0, 12), ("b", weight, output))
     ]
     table.send(*load)
-    while sum(each.finish_reason is not None for each in load) < 30:
-        table.turn()
-    tokens = {
-        tenant: sum(
-            each.num_output_tokens for each in load if each.tenant == tenant and each.finish_reason
-        )
-        for tenant in "ab"
-    }
-    assert 2 <= tokens["b"] / tokens["a"] <= 4
+    tokens = {"a": 0, "b": 0}
+    for _ in range(250):
+        outcome = table.turn()
+        for each in outcome.requests if outcome else ():
+            tokens[each.tenant] += 1
+    assert weight * 0.8 <= tokens["b"] / tokens["a"] <= weight * 1.25
