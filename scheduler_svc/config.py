@@ -121,6 +121,24 @@ class SchedulerSettings(BaseSettings):
     max_waiting_requests: int = Field(default=4096, ge=1, le=2**20)
     """Most requests in the queue. Further ones are refused with RESOURCE_EXHAUSTED."""
 
+    max_waiting_tokens: int | None = Field(default=None, ge=1, le=2**40)
+    """Most tokens in the queue; one request alone may have more. Unset: any number."""
+
+    scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
+    """Who goes next: by arrival; lower priority first; the tenant with fewest tokens."""
+
+    priority_ageing: float = Field(default=30.0, ge=0, le=86400, allow_inf_nan=False)
+    """Seconds in the queue that lower a request's priority value by one. 0: none do."""
+
+    preemption_victim: Literal["cheapest", "newest"] = "cheapest"
+    """Whose blocks are taken when there are too few. Lower priority always goes first."""
+
+    long_prefill_token_threshold: int = Field(default=0, ge=0, le=2**31 - 1)
+    """Most tokens of one request in a step. 0: as many as the step has."""
+
+    max_long_prefills: int = Field(default=0, ge=0, le=65536)
+    """Most requests at once with more to compute than that threshold. 0: any number."""
+
     pipeline_depth: int = Field(default=2, ge=1, le=2)
     """Plans in flight. 2 hides the way to the worker; 1 is easier to read in traces."""
 
@@ -165,6 +183,15 @@ class SchedulerSettings(BaseSettings):
             raise ValueError(
                 f"max_num_batched_tokens is {self.max_num_batched_tokens}, must be at least "
                 f"max_num_seqs ({self.max_num_seqs}), or some requests could never decode"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _long_has_a_meaning(self) -> "SchedulerSettings":
+        if self.max_long_prefills and not self.long_prefill_token_threshold:
+            raise ValueError(
+                f"max_long_prefills is {self.max_long_prefills}, must be 0 unless "
+                "long_prefill_token_threshold says what is long"
             )
         return self
 

@@ -7,6 +7,7 @@ users  name   meaning                                   in the free queue
 0      none   empty                                     yes
 """
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -58,6 +59,21 @@ class BlockPool:
         """Return how many of the blocks have no user, so that sharing them takes free ones."""
         users = self._users
         return sum(1 for block in blocks if users[block] == 0)
+
+    def count_own(self, blocks: Iterable[BlockId]) -> int:
+        """Return how many of the blocks have no other user, so that releasing them frees them."""
+        users = self._users
+        return sum(1 for block in blocks if users[block] == 1)
+
+    def num_shared(self, blocks: Sequence[BlockId]) -> int:
+        """Return how many leading blocks of a table others hold too, and can be hit for.
+
+        Cost: O(log blocks), for others share a prefix, or nothing.
+        """
+        users, names = self._users, self._names
+        if not blocks or users[blocks[0]] < 2:
+            return 0
+        return bisect_left(blocks, True, key=lambda block: users[block] < 2 or names[block] is None)
 
     def share(self, blocks: Iterable[BlockId]) -> None:
         """Add a user to each block. Idle ones leave the free queue."""

@@ -25,5 +25,27 @@ class Limits:
     pipeline_depth: int
     """Plans in flight at most."""
 
-    watermark: float = 0.01
-    """Share of the pool that stays free when a preempted request resumes beside others."""
+    watermark: float = 0.03
+    """Share of the pool that stays free when a preempted request resumes beside others. More
+    saves tokens computed again, and leaves blocks unused (ADR 0015)."""
+
+    max_waiting_tokens: int | None = None
+    """Most known tokens in the queue. A request is taken whatever its size if nobody waits."""
+
+    long_prefill_token_threshold: int = 0
+    """Most tokens of one request in a step; who has more to compute is a long prefill. 0: no
+    such bound."""
+
+    max_long_prefills: int = 0
+    """Most long prefills at once. 0: any number."""
+
+    max_passes: int = 8
+    """Most admissions past a waiting request that does not fit."""
+
+    max_pass_ns: int = 1_000_000_000
+    """How long others may pass it."""
+
+    @property
+    def max_row_tokens(self) -> int:
+        """Most tokens of one request in a step."""
+        return self.long_prefill_token_threshold or self.max_num_batched_tokens

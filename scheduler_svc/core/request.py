@@ -69,6 +69,7 @@ class Request:
     """
 
     __slots__ = (
+        "account",
         "admitted_tokens",
         "arrival_ns",
         "blocks",
@@ -82,12 +83,15 @@ class Request:
         "first_step_id",
         "first_token_ns",
         "hashes",
+        "held_since_ns",
         "last_step_id",
         "limit",
         "num_cached_tokens",
+        "num_passes",
         "num_pending_tokens",
         "num_prompt_tokens",
         "num_recomputed_tokens",
+        "precedence",
         "preemption_times_ns",
         "priority",
         "read_cache",
@@ -97,7 +101,10 @@ class Request:
         "sequence",
         "stop_token_id",
         "stopping",
+        "tenant",
         "tokens",
+        "tokens_when_admitted",
+        "weight",
     )
 
     def __init__(
@@ -110,6 +117,8 @@ class Request:
         extra: ExtraKeys | None = None,
         read_cache: bool = True,
         priority: int = 0,
+        tenant: str = "",
+        weight: float = 1.0,
         arrival_ns: int = 0,
         deadline_ns: int | None = None,
     ) -> None:
@@ -121,12 +130,20 @@ class Request:
         self.extra = extra or ExtraKeys()
         self.read_cache = read_cache
         self.priority = priority
+        """Lower goes first."""
+        self.tenant = tenant
+        self.weight = weight
+        """Its tenant's share of tokens, relative to the weights of others. Above 0."""
         self.arrival_ns = arrival_ns
         self.deadline_ns = deadline_ns
 
         # Kept by the scheduler.
         self.sequence = -1
         """Order of arrival."""
+        self.precedence = (0, 0)
+        """Order among those who wait, and among those who run. The queue gives it."""
+        self.account: int | None = None
+        """Where a fair queue counts its tokens."""
         self.limit = 0
         """Tokens at which the request ends: prompt and output."""
         self.row: int | None = None
@@ -141,10 +158,15 @@ class Request:
         """Tokens whose keys and values its last preemption threw away."""
         self.admitted_tokens = 0
         """Tokens found in the cache when it was last admitted."""
+        self.tokens_when_admitted = 0
+        """Tokens known when it was last admitted."""
+        self.held_since_ns: int | None = None
+        """When it first did not fit in its turn."""
+        self.num_passes = 0
+        """How many were admitted past it since."""
 
         # Facts for the account.
-        self.num_cached_tokens = 0
-        self.num_recomputed_tokens = 0
+        self.num_cached_tokens = self.num_recomputed_tokens = 0
         self.preemption_times_ns: list[int] = []
         self.first_scheduled_ns: int | None = None
         self.first_token_ns: int | None = None

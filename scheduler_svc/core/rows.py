@@ -33,6 +33,7 @@ class Rows:
         limit              [R]     tokens at which the request ends
         first_stop         [R]     num_tokens from which stop ids count
         stop_ids           [R, K]  ids that end the row, padded with -1
+        account            [R]     where a fair queue counts its tokens
         generation         [R]     raised whenever the row changes hands
     """
 
@@ -40,6 +41,7 @@ class Rows:
         "_free",
         "_order",
         "_order_stale",
+        "account",
         "first_stop",
         "generation",
         "limit",
@@ -72,10 +74,11 @@ class Rows:
         self.limit = column()
         self.first_stop = column()
         self.stop_ids: Int32Array = np.full((max_rows, 4), NO_TOKEN, dtype=np.int32)
+        self.account = column()
         self.generation = column()
         self.owners: list[Request | None] = [None] * max_rows
         self.running: list[Request] = []
-        """Requests with a row, in order of arrival."""
+        """Requests with a row, in order of precedence."""
         self._free = list(range(max_rows))
         heapify(self._free)
         self._order: Int32Array = np.zeros(0, dtype=np.int32)
@@ -88,7 +91,7 @@ class Rows:
 
     @property
     def order(self) -> Int32Array:
-        """[running] The rows in order of arrival. Valid until a row is taken or given back."""
+        """[running] The rows in order of precedence. Valid until a row is taken or given back."""
         if self._order_stale:
             self._order = np.array([request.row for request in self.running], dtype=np.int32)
             self._order_stale = False
@@ -100,6 +103,12 @@ class Rows:
         if request is None:
             raise InvariantError(f"row {row} has no owner")
         return request
+
+    def row_of(self, request: Request) -> int:
+        """Return the row of a request that runs."""
+        if request.row is None:
+            raise InvariantError(f"request {request.request_id} has no row")
+        return request.row
 
     def owners_of(self, rows: Sequence[int]) -> list[Request]:
         """Return the requests in rows that all have one."""
@@ -119,12 +128,13 @@ class Rows:
         self.num_blocks[row] = len(request.blocks)
         self.num_published[row] = 0
         self.limit[row] = request.limit
+        self.account[row] = request.account or 0
         self.first_stop[row] = request.num_prompt_tokens + request.stopping.min_output_tokens
         self._set_stop_ids(row, request.stopping.eos_token_ids | request.stopping.stop_token_ids)
         self.owners[row] = request
         request.row = row
         place = len(self.running)
-        while place and self.running[place - 1].sequence > request.sequence:
+        while place and self.running[place - 1].precedence > request.precedence:
             place -= 1
         self.running.insert(place, request)
         self._order_stale = True
@@ -132,9 +142,7 @@ class Rows:
 
     def give_back(self, request: Request) -> int:
         """Free a request's row, handing its tokens back to it. Return the row."""
-        row = request.row
-        if row is None:
-            raise InvariantError(f"request {request.request_id} has no row")
+        row = self.row_of(request)
         request.tokens = array("i", self.tokens[row, : self.num_tokens[row]].tobytes())
         request.row = None
         self.generation[row] += 1

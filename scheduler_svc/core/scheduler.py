@@ -1,8 +1,5 @@
 """The scheduler: who runs in the next step, with which blocks, and what a result changes."""
 
-from bisect import insort
-from collections import deque
-
 import numpy as np
 
 from scheduler_svc.core.block_hash import BlockHash, HashAlgorithm
@@ -15,6 +12,7 @@ from scheduler_svc.core.errors import (
     NeverFitsError,
     QueueFullError,
 )
+from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.journal import FlyingStep, Journal
 from scheduler_svc.core.length_limit import length_limit
@@ -22,6 +20,7 @@ from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.skip_ahead import SkipAhead
 from scheduler_svc.core.step_draft import StepDraft
 from scheduler_svc.core.step_plan import (
     AdmittedRow,
@@ -30,6 +29,8 @@ from scheduler_svc.core.step_plan import (
     StepPlan,
     StepResult,
 )
+from scheduler_svc.core.victims import VictimPolicy, cheapest
+from scheduler_svc.core.waiting_queue import WaitingQueue
 
 
 class Scheduler:
@@ -47,11 +48,14 @@ class Scheduler:
         *,
         enable_prefix_caching: bool = True,
         hash_algorithm: HashAlgorithm = SHA256,
+        waiting: WaitingQueue | None = None,
+        choose_victim: VictimPolicy = cheapest,
     ) -> None:
         self.limits = limits
         self.counters = Counters()
         self._rows = Rows(limits.max_num_seqs, limits.max_model_len)
-        self._waiting: deque[Request] = deque()
+        self._waiting = WaitingQueue() if waiting is None else waiting
+        self._choose_victim = choose_victim
         self._live: dict[str, Request] = {}
         self._journal = Journal()
         self._prefixes = PrefixCache(
@@ -93,7 +97,7 @@ class Scheduler:
     @property
     def num_waiting_tokens(self) -> int:
         """Known tokens of the requests in the queue."""
-        return sum(request.num_tokens for request in self._waiting)
+        return self._waiting.num_tokens
 
     @property
     def has_work(self) -> bool:
@@ -163,17 +167,27 @@ class Scheduler:
         if request.num_prompt_tokens == 0:
             raise InvalidRequestError("prompt", "prompt is empty, must have at least one token")
         limit = length_limit(request, self.limits, self._pool)
-        if len(self._waiting) >= self.limits.max_waiting_requests:
-            raise QueueFullError(
-                f"{len(self._waiting)} requests wait, at most "
-                f"{self.limits.max_waiting_requests} may"
-            )
+        self._check_room(request)
         request.limit = limit
         request.sequence = self._next_sequence
         request.arrival_ns = request.arrival_ns or now_ns
         self._next_sequence += 1
         self._live[request.request_id] = request
-        self._waiting.append(request)
+        self._waiting.add(request)
+
+    def _check_room(self, request: Request) -> None:
+        count, tokens = len(self._waiting), self._waiting.num_tokens
+        limits = self.limits
+        if count >= limits.max_waiting_requests:
+            raise QueueFullError(
+                f"{count} requests wait, at most {limits.max_waiting_requests} may"
+            )
+        most = limits.max_waiting_tokens
+        if most is not None and count and tokens + request.num_tokens > most:
+            raise QueueFullError(
+                f"{tokens} tokens wait, with the {request.num_tokens} of this request they would "
+                f"be more than {most}"
+            )
 
     def finish(self, request: Request, num_output_tokens: int, now_ns: int) -> None:
         """End a request as stopped, with only its first `num_output_tokens`."""
@@ -202,8 +216,9 @@ class Scheduler:
         gap is a prefill, cut where the budget ends; a gap of one is a decode. A token that a
         step in flight will sample counts as known: the worker fills it in.
 
-        Running requests come first, in order of arrival. When blocks run out the newest
-        gives its own back, and nothing is admitted in that step.
+        Running requests come first, in order of precedence. When blocks run out a victim gives its
+        own back, and nothing is admitted in that step. A waiting request may take the place of
+        running ones, if the queue's policy says so; then it is the last to be admitted.
         """
         pool = self._pool
         if pool is None or not self._connected or self.num_in_flight >= self.limits.pipeline_depth:
@@ -252,29 +267,31 @@ class Scheduler:
         if self._pool is not None:
             self._pool.check([request.blocks for request in self._live.values()])
         running = self._rows.running
-        if sorted(r.sequence for r in running) != [r.sequence for r in running]:
-            raise InvariantError("running requests are not in order of arrival")
+        if sorted(r.precedence for r in running) != [r.precedence for r in running]:
+            raise InvariantError("running requests are not in order of precedence")
+        if self._waiting.num_tokens != sum(r.num_tokens for r in self._waiting):
+            raise InvariantError("waiting tokens miscounted")
         if {*map(id, running), *map(id, self._waiting)} != set(map(id, self._live.values())):
             raise InvariantError("a live request neither runs nor waits")
 
     # Scheduling.
 
     def _continue_running(self, draft: StepDraft, pool: BlockPool, now_ns: int) -> None:
-        """Give running requests their next tokens, preempting the newest if blocks run out."""
-        rows, block_size = self._rows, self.limits.block_size
+        """Give running requests their next tokens, preempting victims if blocks run out."""
+        rows, block_size, most = self._rows, self.limits.block_size, self.limits.max_row_tokens
         while True:
             order = rows.order
             known = rows.num_tokens[order] + rows.num_pending[order]
             computed = rows.num_computed[order]
             # A row whose last token is already on its way has nothing left to compute.
-            gap = np.where(known < rows.limit[order], known - computed, 0)
+            gap = np.where(known < rows.limit[order], np.minimum(known - computed, most), 0)
             before = np.cumsum(gap) - gap
             count = np.clip(gap, 0, np.maximum(draft.budget - before, 0)).astype(np.int32)
             held = rows.num_blocks[order]
             needed = np.where(count > 0, -(-(computed + count) // block_size) - held, 0)
             if int(needed.sum()) <= pool.num_free:
                 break
-            self._preempt(rows.running[-1], now_ns)
+            self._preempt(self._choose_victim(rows.running, rows, pool, block_size), now_ns)
             draft.num_preempted += 1
         draft.rows, draft.num_new = order, count
         draft.budget -= draft.num_running_tokens
@@ -292,29 +309,103 @@ class Scheduler:
             draft.appended_blocks += blocks
 
     def _admit_waiting(self, draft: StepDraft, pool: BlockPool, now_ns: int) -> None:
-        """Give rows to waiting requests, first come first served, while everything suffices."""
-        while self._waiting and draft.budget > 0 and self._rows.has_room:
-            request = self._waiting[0]
-            if request.num_pending_tokens or not self._admit(request, draft, pool):
+        """Give rows to waiting requests in their turn, while everything suffices."""
+        if not len(self._waiting):
+            return
+        self._look_ahead(draft)
+        skip = SkipAhead(self.limits, now_ns)
+        for request in self._waiting.in_turn():
+            if request.num_pending_tokens:
                 return
-            self._waiting.popleft()
-            if request.first_scheduled_ns is None:
-                request.first_scheduled_ns = now_ns
-                request.first_step_id = self._next_step_id
+            if self._is_one_long_too_many(request, draft, pool):
+                if not skip.hold(request, for_memory=False):
+                    return
+                continue
+            claimed = skip.is_head and self._claim(request, draft, pool, now_ns)
+            if draft.budget <= 0 or not self._rows.has_room:
+                return
+            if skip.allows(request) and self._admit(request, draft, pool):
+                self._waiting.remove(request)
+                if request.first_scheduled_ns is None:
+                    request.first_scheduled_ns = now_ns
+                    request.first_step_id = self._next_step_id
+                if claimed or not skip.passed():
+                    return
+            elif not skip.hold(request, for_memory=True):
+                return
+
+    def _look_ahead(self, draft: StepDraft) -> None:
+        """Note what the rows that run will still need for the tokens they know."""
+        rows, block_size = self._rows, self.limits.block_size
+        order = draft.rows
+        known = rows.num_tokens[order]
+        lacking = -(-known // block_size) - rows.num_blocks[order]
+        draft.promised_blocks = int(np.maximum(lacking, 0).sum())
+        gap = known - rows.num_computed[order]
+        draft.num_long_prefills = int(np.count_nonzero(gap > self.limits.max_row_tokens))
+
+    def _is_one_long_too_many(self, request: Request, draft: StepDraft, pool: BlockPool) -> bool:
+        most = self.limits.max_long_prefills
+        if not most or draft.num_long_prefills < most:
+            return False
+        num_hit = len(self._prefixes.find(request, pool)) * self.limits.block_size
+        return request.num_tokens - num_hit > self.limits.max_row_tokens
+
+    def _claim(self, request: Request, draft: StepDraft, pool: BlockPool, now_ns: int) -> bool:
+        """Preempt running requests that yield to a waiting one, if that lets it in.
+
+        False, and nothing changed, if it need not or does not.
+        """
+        rows, block_size = self._rows, self.limits.block_size
+        yielding = self._waiting.yielding_to(request, rows.running)
+        if not yielding:
+            return False
+        hits = self._prefixes.find(request, pool)
+        lacking = self._num_blocks_wanted(request, hits, draft, pool) - pool.num_free
+        has_room, budget = rows.has_room, draft.budget
+        victims: list[Request] = []
+        while lacking > 0 or not has_room:
+            if not yielding:
+                return False
+            victim = self._choose_victim(yielding, rows, pool, block_size)
+            yielding.remove(victim)
+            victims.append(victim)
+            row, has_room = rows.row_of(victim), True
+            promised = -(-int(rows.num_tokens[row]) // block_size) - len(victim.blocks)
+            lacking -= pool.count_own(set(victim.blocks).difference(hits)) + max(0, promised)
+            budget += int(draft.num_new[draft.rows == row].sum())
+        if budget <= 0 or not victims:
+            return False
+        for victim in victims:
+            draft.drop(rows.row_of(victim))
+            self._preempt(victim, now_ns)
+            draft.num_preempted += 1
+        self._look_ahead(draft)
+        return True
+
+    def _num_blocks_wanted(
+        self, request: Request, hits: list[BlockId], draft: StepDraft, pool: BlockPool
+    ) -> int:
+        """Return how many blocks must be free to admit a request.
+
+        Its whole known length must fit, beside those of the rows that run, or a long prompt
+        would be preempted half way.
+        """
+        whole = -(-request.num_tokens // self.limits.block_size)
+        wanted = whole - len(hits) + pool.count_idle(hits) + draft.promised_blocks
+        if request.num_preemptions and self._rows.running:
+            wanted += max(1, int(self.limits.watermark * pool.num_blocks))
+        return wanted
 
     def _admit(self, request: Request, draft: StepDraft, pool: BlockPool) -> bool:
         """Give a request blocks and a row. False, and nothing changed, if they do not suffice."""
         block_size = self.limits.block_size
         hits = self._prefixes.find(request, pool)
-        num_hit = len(hits) * block_size
-        count = min(request.num_tokens - num_hit, draft.budget)
-        # The whole known length must fit, or a long prompt would be preempted half way.
-        whole = -(-request.num_tokens // block_size) - len(hits) + pool.count_idle(hits)
-        reserve = 0
-        if request.num_preemptions and self._rows.running:
-            reserve = max(1, int(self.limits.watermark * pool.num_blocks))
-        if whole + reserve > pool.num_free:
+        if self._num_blocks_wanted(request, hits, draft, pool) > pool.num_free:
             return False
+        num_hit = len(hits) * block_size
+        gap = request.num_tokens - num_hit
+        count = min(gap, draft.budget, self.limits.max_row_tokens)
         pool.share(hits)
         needed = -(-(num_hit + count) // block_size) - len(hits)
         request.blocks = [*hits, *pool.allocate(needed)]
@@ -322,10 +413,14 @@ class Scheduler:
         row = self._rows.take(request, num_hit + count, count)
         draft.published += self._prefixes.publish_prompt(row, request, len(hits), pool)
         draft.add(request, count)
+        draft.promised_blocks += -(-request.num_tokens // block_size) - len(request.blocks)
+        draft.num_long_prefills += gap > self.limits.max_row_tokens
+        self._waiting.charge(request, count)
         return True
 
     def _count_admission(self, request: Request, num_hit: int) -> None:
         request.admitted_tokens = num_hit
+        request.tokens_when_admitted = request.num_tokens
         counters = self.counters
         if request.first_scheduled_ns is None:
             request.num_cached_tokens = num_hit
@@ -347,6 +442,7 @@ class Scheduler:
         exceptions = (order[odd], rows.num_computed[order[odd]], count[odd])
         rows.num_computed[order] += count
         rows.num_last_new[order] = count
+        self._waiting.charge_rows(rows.account, order, count)
         admitted = tuple(
             self._describe(request, num_new)
             for request, num_new in zip(draft.admitted, draft.admitted_num_new, strict=True)
@@ -374,11 +470,8 @@ class Scheduler:
         return plan
 
     def _describe(self, request: Request, num_new: int) -> AdmittedRow:
-        row = request.row
-        if row is None:
-            raise InvariantError(f"request {request.request_id} was admitted without a row")
         return AdmittedRow(
-            row=row,
+            row=self._rows.row_of(request),
             request_id=request.request_id,
             tokens=np.frombuffer(request.tokens, dtype=np.int32),
             num_prompt_tokens=request.num_prompt_tokens,
@@ -450,6 +543,7 @@ class Scheduler:
             return
         request.num_pending_tokens -= 1
         request.tokens.append(token)
+        self._waiting.num_tokens += 1
         self.counters.generation_tokens += 1
         request.first_token_ns = request.first_token_ns or now_ns
         outcome.requests.append(request)
@@ -498,10 +592,8 @@ class Scheduler:
     # Leaving a row.
 
     def _preempt(self, request: Request, now_ns: int, *, keep_in_flight: bool = True) -> None:
-        """Take a running request's blocks; it waits, with its outputs, in order of arrival."""
-        row = request.row
-        if row is None:
-            raise InvariantError(f"request {request.request_id} does not run")
+        """Take a running request's blocks; it waits, with its outputs, where its precedence is."""
+        row = self._rows.row_of(request)
         if keep_in_flight:
             generation = int(self._rows.generation[row])
             request.num_pending_tokens = self._journal.adopt(request, row, generation)
@@ -509,7 +601,7 @@ class Scheduler:
         request.preemption_times_ns.append(now_ns)
         self._leave_row(request)
         self.counters.preemptions += 1
-        insort(self._waiting, request, key=lambda waiting: waiting.sequence)
+        self._waiting.add(request)
 
     def _end(self, request: Request, reason: FinishReason, now_ns: int) -> None:
         """Finish a live request, wherever it is."""
@@ -517,6 +609,7 @@ class Scheduler:
             self._leave_row(request)
         else:
             self._waiting.remove(request)
+        self._waiting.forget(request)
         del self._live[request.request_id]
         if request.first_step_id is not None and request.last_step_id is None:
             request.last_step_id = max(0, self._next_step_id - 1)

@@ -46,6 +46,25 @@ class StepDraft:
     num_preempted: int = 0
     """Requests that lost their blocks for this step."""
 
+    promised_blocks: int = 0
+    """Blocks that rows still need for the tokens they know, behind this step's."""
+
+    num_long_prefills: int = 0
+    """Rows with more tokens to compute than one step gives them."""
+
+    def drop(self, row: int) -> None:
+        """Let a row that was running do nothing after all; it is about to lose its blocks."""
+        kept = self.rows != row
+        self.budget += int(self.num_new[~kept].sum())
+        self.rows, self.num_new = self.rows[kept], self.num_new[kept]
+        appended = [
+            (other, block)
+            for other, block in zip(self.appended_rows, self.appended_blocks, strict=True)
+            if other != row
+        ]
+        self.appended_rows = [other for other, _ in appended]
+        self.appended_blocks = [block for _, block in appended]
+
     def add(self, request: Request, num_new: int) -> None:
         """Let an admitted request run some tokens."""
         self.admitted.append(request)

@@ -14,10 +14,13 @@ from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
 from scheduler_svc.config import SchedulerSettings
+from scheduler_svc.core.block_hash import HashAlgorithm
 from scheduler_svc.core.errors import UnavailableError
 from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.victims import VICTIM_POLICIES
+from scheduler_svc.core.waiting_queue import waiting_queue
 from scheduler_svc.errors import ConfigError
 from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.front_end import FrontEnd
@@ -175,11 +178,7 @@ def _build(
         hash_seed=settings.hash_seed,
     )
     engine = Engine(
-        Scheduler(
-            limits,
-            enable_prefix_caching=settings.enable_prefix_caching,
-            hash_algorithm=algorithm,
-        ),
+        _scheduler(settings, limits, algorithm),
         group,
         mailbox,
         incarnation=incarnation,
@@ -238,6 +237,21 @@ def _limits(settings: SchedulerSettings, facts: ModelFacts) -> Limits:
         max_model_len=max_model_len,
         max_waiting_requests=settings.max_waiting_requests,
         pipeline_depth=settings.pipeline_depth,
+        max_waiting_tokens=settings.max_waiting_tokens,
+        long_prefill_token_threshold=settings.long_prefill_token_threshold,
+        max_long_prefills=settings.max_long_prefills,
+    )
+
+
+def _scheduler(settings: SchedulerSettings, limits: Limits, algorithm: HashAlgorithm) -> Scheduler:
+    return Scheduler(
+        limits,
+        enable_prefix_caching=settings.enable_prefix_caching,
+        hash_algorithm=algorithm,
+        waiting=waiting_queue(
+            settings.scheduling_policy, ageing_ns=int(settings.priority_ageing * 1e9)
+        ),
+        choose_victim=VICTIM_POLICIES[settings.preemption_victim],
     )
 
 

@@ -53,6 +53,12 @@ MaxModelLen = Annotated[int | None, Option(help="Most tokens of prompt and outpu
 MaxNumSeqs = Annotated[int | None, Option(help="Most requests in a step.")]
 MaxNumBatchedTokens = Annotated[int | None, Option(help="Most tokens in a step.")]
 MaxWaitingRequests = Annotated[int | None, Option(help="Most requests in the queue.")]
+MaxWaitingTokens = Annotated[int | None, Option(help="Most tokens in the queue.")]
+SchedulingPolicy = Annotated[str | None, Option(help="fcfs, priority or fair.")]
+PriorityAgeing = Annotated[float | None, Option(help="Seconds of waiting worth one priority.")]
+PreemptionVictim = Annotated[str | None, Option(help="cheapest or newest.")]
+LongPrefillTokenThreshold = Annotated[int | None, Option(help="Most of one request in a step.")]
+MaxLongPrefills = Annotated[int | None, Option(help="Most requests above it at once.")]
 PipelineDepth = Annotated[int | None, Option(help="Plans in flight, 1 or 2.")]
 EnablePrefixCaching = Annotated[bool | None, Option(help="Share blocks of equal prefixes.")]
 PrefixCachingHashAlgo = Annotated[

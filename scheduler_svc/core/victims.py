@@ -1,0 +1,71 @@
+"""Whose blocks are taken when memory is short.
+
+Whatever the policy: of those whose blocks nobody else holds too, lower priority goes first, and
+a request that has just come back goes last.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.rows import Rows
+
+PROTECTED_TOKENS = 16
+"""Tokens that a resumed request gains before it may be a victim again; doubled each time."""
+
+VictimPolicy = Callable[[Sequence[Request], Rows, BlockPool, int], Request]
+"""Chooses among running requests, at least one, of a pool with blocks of that many tokens.
+
+Cost: O(candidates), in steps that preempt only.
+"""
+
+
+def cheapest(
+    candidates: Sequence[Request], rows: Rows, pool: BlockPool, block_size: int
+) -> Request:
+    """Return the request with the fewest tokens to compute again; of equals the newest.
+
+    Tokens in leading blocks that others hold too will be hit when it resumes, and count as
+    nothing. Its other named blocks do not: idle blocks die soon where memory is short. Nor
+    does a request count whose last token is on its way, since it will not resume.
+    """
+    places = [rows.row_of(request) for request in candidates]
+    computed = rows.num_computed[places].tolist()
+    left = (rows.limit - rows.num_tokens - rows.num_pending)[places].tolist()
+    costs = [
+        tokens - pool.num_shared(request.blocks) * block_size if more > 0 else 0
+        for request, tokens, more in zip(candidates, computed, left, strict=True)
+    ]
+    return _first(candidates, costs, rows, pool)
+
+
+def newest(candidates: Sequence[Request], rows: Rows, pool: BlockPool, block_size: int) -> Request:
+    """Return the request that arrived last."""
+    del block_size
+    return _first(candidates, [0] * len(candidates), rows, pool)
+
+
+VICTIM_POLICIES: Mapping[str, VictimPolicy] = {"cheapest": cheapest, "newest": newest}
+
+
+def _first(
+    candidates: Sequence[Request], costs: Sequence[int], rows: Rows, pool: BlockPool
+) -> Request:
+    order = [
+        (
+            pool.num_shared(request.blocks) == len(request.blocks),
+            -request.priority,
+            _is_protected(request, rows),
+            cost,
+            -request.sequence,
+        )
+        for request, cost in zip(candidates, costs, strict=True)
+    ]
+    return candidates[order.index(min(order))]
+
+
+def _is_protected(request: Request, rows: Rows) -> bool:
+    if not request.num_preemptions:
+        return False
+    gained = int(rows.num_tokens[rows.row_of(request)]) - request.tokens_when_admitted
+    return gained < PROTECTED_TOKENS << (request.num_preemptions - 1)

@@ -1,0 +1,135 @@
+"""A victim costs little to compute again, and is not the same one again and again."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fake_worker import generate_alone
+from scheduler_bench import ROOT, Bench, bench, limits, request
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_plan import StepResult
+from scheduler_svc.core.victims import VICTIM_POLICIES
+
+
+def running(table: Bench, *requests: Request) -> Bench:
+    table.send(*requests)
+    table.turn()
+    assert table.scheduler.num_running == len(requests)
+    return table
+
+
+def chosen(table: Bench, victim: str) -> str:
+    scheduler = table.scheduler
+    assert scheduler.pool is not None
+    rows = scheduler._rows
+    return VICTIM_POLICIES[victim](rows.running, rows, scheduler.pool, 4).request_id
+
+
+def prompt(length: int, token: int) -> list[int]:
+    return [token] * length
+
+
+def test_cheapest_takes_the_fewest_tokens_and_newest_the_last() -> None:
+    table = running(
+        bench(),
+        request("long", prompt(12, 0), 9),
+        request("short", prompt(5, 1), 9),
+        request("last", prompt(9, 2), 9),
+    )
+    assert chosen(table, "cheapest") == "short"
+    assert chosen(table, "newest") == "last"
+
+
+@pytest.mark.parametrize("victim", sorted(VICTIM_POLICIES))
+def test_lower_priority_goes_first(victim: str) -> None:
+    table = running(
+        bench(),
+        request("low", prompt(12, 0), 9, priority=1),
+        request("high", prompt(5, 1), 9),
+    )
+    assert chosen(table, victim) == "low"
+
+
+def test_tokens_in_blocks_of_others_are_not_computed_again() -> None:
+    shared = prompt(12, 0)
+    table = bench()
+    first = request("first", [*shared, 1, 1, 1], 9)
+    running(table, first, request("second", [*shared, 2, 2, 2], 9), request("own", prompt(7, 3), 9))
+    assert chosen(table, "cheapest") == "second"
+    table.scheduler.abort(first, table.now_ns)
+    assert chosen(table, "cheapest") == "own"
+
+
+def test_who_would_free_no_block_is_not_taken() -> None:
+    table = bench(depth=2)
+    table.send(request("whole", prompt(8, 0), 9, priority=9), request("longer", prompt(9, 0), 9))
+    table.plan()
+    assert chosen(table, "cheapest") == "longer"
+    table.answer()
+
+
+@pytest.mark.parametrize("victim", sorted(VICTIM_POLICIES))
+def test_a_resumed_request_is_left_alone_until_it_has_gained(victim: str) -> None:
+    table = bench(64, rows=2, length=128)
+    old, young = request("old", prompt(9, 0), 90), request("young", prompt(5, 1), 90)
+    running(table, old, young)
+    assert chosen(table, victim) == "young"
+    table.scheduler._preempt(young, table.now_ns)
+    table.turn()
+    assert chosen(table, victim) == "old"
+    gained = young.tokens_when_admitted + 16
+    while table.scheduler._rows.num_tokens[table.scheduler._rows.row_of(young)] < gained:
+        assert chosen(table, victim) == "old"
+        table.turn()
+    assert chosen(table, victim) == "young"
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 30), st.integers(1, 120)), min_size=2, max_size=6),
+    victim=st.sampled_from(sorted(VICTIM_POLICIES)),
+    depth=st.integers(1, 2),
+)
+def test_preemptions_are_few_for_what_a_request_gains(
+    lengths: list[tuple[int, int]], victim: str, depth: int
+) -> None:
+    table = bench(40, victim=victim, depth=depth, rows=6, length=160)
+    requests = [request(str(i), prompt(n, i % 2), m) for i, (n, m) in enumerate(lengths)]
+    table.send(*requests)
+    table.run()
+    for each, (n, m) in zip(requests, lengths, strict=True):
+        output = each.output_token_ids().tolist()
+        assert output == generate_alone(prompt(n, requests.index(each) % 2), m, frozenset())
+        # 16 tokens are gained before the second preemption, 32 before the third, ...; one more
+        # for each time that everybody else had just come back too.
+        assert each.num_preemptions <= (m // 16 + 1).bit_length() + 1
+
+
+def recomputed(victim: str, *, seed: int) -> int:
+    """Run 150 requests of lognormal lengths through a pool too small for 32 at once."""
+    draws = np.random.default_rng(seed)
+    prompts = np.clip(draws.lognormal(4.6, 1.0, 150), 4, 1000).astype(int).tolist()
+    outputs = np.clip(draws.lognormal(5.2, 0.9, 150), 4, 1000).astype(int).tolist()
+    scheduler = Scheduler(
+        limits(2048, rows=32, length=2048, waiting=150, block_size=16),
+        enable_prefix_caching=False,
+        choose_victim=VICTIM_POLICIES[victim],
+    )
+    scheduler.start_epoch(int(0.4 * 32 * (sum(prompts) + sum(outputs)) / 150 / 16), ROOT, 0)
+    for i, (prompt_length, output_length) in enumerate(zip(prompts, outputs, strict=True)):
+        scheduler.add(request(str(i), prompt(prompt_length, i), output_length), 0)
+    while scheduler.has_work:
+        plan = scheduler.schedule(0)
+        assert plan is not None
+        count = int(next(iter(scheduler._journal)).samples.sum())
+        scheduler.apply(StepResult(plan.step_id, np.zeros(count, dtype=np.int32)), 0)
+    return scheduler.counters.recomputed_tokens
+
+
+def test_cheapest_computes_less_again_than_newest() -> None:
+    seeds = range(3)
+    cheap = sum(recomputed("cheapest", seed=seed) for seed in seeds)
+    new = sum(recomputed("newest", seed=seed) for seed in seeds)
+    assert 0 < cheap < new, (cheap, new)
