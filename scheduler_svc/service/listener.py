@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _PING_OPTIONS = (
 
 LAST_CALLS_S = 1.0
 """Seconds for calls that have been told of their end to pass it on."""
+
+
+_MAX_SOCKET_PATH_BYTES = 103 if sys.platform == "darwin" else 107
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +90,19 @@ def _probe(address: str) -> None:
 
 
 def _probe_unix(path: str) -> None:
-    """Let a socket that its server left behind be taken over; one that answers is in use."""
-    if not Path(path).exists():
+    """Let a socket that its server left behind be taken over; one that answers is in use.
+
+    Raises: OSError, saying why no socket can be there.
+    """
+    if len(path.encode()) > _MAX_SOCKET_PATH_BYTES:
+        raise OSError(f"its path must have at most {_MAX_SOCKET_PATH_BYTES} bytes")
+    place = Path(path)
+    if not place.parent.is_dir():
+        raise FileNotFoundError(f"there is no folder {place.parent}")
+    if not place.exists():
         return
+    if not place.is_socket():
+        raise FileExistsError(f"{path} is no socket")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

@@ -42,7 +42,7 @@ class _Listener:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry
-        self._open: set[asyncio.Task[None]] = set()
+        self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Read one request, answer it, and hang up."""
@@ -50,7 +50,7 @@ class _Listener:
         if task is None or len(self._open) >= _MAX_CONNECTIONS:
             writer.close()
             return
-        self._open.add(task)
+        self._open[task] = writer
         try:
             async with asyncio.timeout(_TIMEOUT_S):
                 head = await reader.readuntil(b"\r\n\r\n")
@@ -60,14 +60,15 @@ class _Listener:
             # Whoever is slow, gone or talks no HTTP gets no answer.
             pass
         finally:
-            self._open.discard(task)
+            del self._open[task]
             writer.close()
 
     async def close(self) -> None:
-        """Hang up on everyone."""
-        for task in self._open:
-            task.cancel()
-        await asyncio.gather(*self._open, return_exceptions=True)
+        """Hang up on everyone. A cancelled task would be logged as an error of the loop."""
+        tasks = list(self._open)
+        for writer in self._open.values():
+            writer.transport.abort()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     def _response(self, head: bytes) -> bytes:
         method, _, rest = head.partition(b" ")

@@ -42,3 +42,21 @@ async def test_a_unix_socket_in_use_is_refused_and_a_dead_one_taken_over() -> No
         async with listener.serving():
             with pytest.raises(ConfigError, match="a server listens on"):
                 Listener.bind("listen", f"unix:{path}")
+
+
+@pytest.mark.parametrize(
+    ("path", "complaint"),
+    [
+        ("{folder}/" + "x" * 120, "must have at most 10[37] bytes"),
+        ("{folder}/nowhere/socket", "there is no folder"),
+        ("{folder}", "is no socket"),
+    ],
+)
+async def test_a_path_where_no_socket_can_be_is_refused_by_reason(
+    path: str, complaint: str
+) -> None:
+    with (
+        tempfile.TemporaryDirectory(prefix="pagemill-") as folder,
+        pytest.raises(ConfigError, match=complaint),
+    ):
+        Listener.bind("listen", f"unix:{path.format(folder=folder)}")

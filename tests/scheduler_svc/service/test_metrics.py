@@ -1,6 +1,7 @@
 """Metrics say what happened, grow only, cost no series per client, and are served over HTTP."""
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
@@ -248,3 +249,16 @@ async def test_those_who_hold_their_connections_are_few_and_not_for_long(
         assert await reader.read() == b""
         writer.close()
     assert (await answer(port, b"GET /healthz HTTP/1.1\r\n\r\n"))[1] == b"ok\n"
+
+
+async def test_idle_connections_do_not_disturb_the_end() -> None:
+    complaints: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: complaints.append(context))
+    async with serve_metrics("127.0.0.1:0", new_registry()) as port:
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        await answer(port, b"GET /healthz HTTP/1.1\r\n\r\n")
+    with contextlib.suppress(ConnectionError):
+        async with asyncio.timeout(10):
+            assert await reader.read(-1) == b""
+    writer.close()
+    assert complaints == []
