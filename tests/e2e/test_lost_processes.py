@@ -3,8 +3,11 @@
 import asyncio
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -120,3 +123,33 @@ async def test_a_client_that_dies_frees_its_blocks(served: Served) -> None:
         while (load := await client.load()).used_blocks or load.running:
             assert time.monotonic() < deadline
     assert load.waiting == 0
+
+
+@contextmanager
+def program(module: str, *arguments: str) -> Iterator["subprocess.Popen[bytes]"]:
+    """Run one program by itself, as a container would; kill it in the end."""
+    command = [sys.executable, "-m", module, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+async def test_a_scheduler_that_comes_back_finds_its_worker_with_the_model_loaded(
+    tiny: Path, socket_path: Path
+) -> None:
+    address, dial = f"unix:{socket_path}", f"unix:{socket_path}w"
+    scheduler = ("scheduler_svc", str(tiny), "--listen", address, "--worker-listen", dial)
+    with program("worker_svc", str(tiny), "--join", dial, "--device", "cpu") as worker:
+        answers = []
+        for _ in range(2):
+            with program(*scheduler):
+                retry = RetryPolicy(max_attempts=200, max_pause_s=0.2)
+                async with AsyncClient(address, retry=retry) as client:
+                    answers.append(await generate(client, 40))
+                    (group,) = (await client.server_info()).groups
+            assert [each.rank for each in group.workers] == [0]
+            assert worker.poll() is None
+    assert answers[0] == answers[1]
+    assert len(answers[0]) == 40
