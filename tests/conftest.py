@@ -12,6 +12,11 @@ from hypothesis import settings
 # cores are shared, and sums come out the same on all machines.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Triton decides when it is first imported, by whatever test comes first, whether its own functions
+# are compiled or interpreted; so this may not wait until torch could tell if there is a GPU.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 # A busy machine must not fail a property; the seed of a failure is printed, to run it again.
 settings.register_profile("pagemill", deadline=None, print_blob=True)
 settings.load_profile("pagemill")
