@@ -675,9 +675,13 @@ class AdmittedRow(_message.Message):
     sequence_index: _builtins.int
     """Number of the sequence within its request."""
     num_samples: _builtins.int
-    """Sequences to sample from this row's last position. 0 means 1."""
+    """Tokens to sample from the logits of the row's first sampling step, one for each sequence
+    index from the row's own on. The row keeps the first. Later it samples one. 0 means 1.
+    """
     num_candidates: _builtins.int
-    """Candidates to report at each sampled position, with log-probabilities. 0: none."""
+    """Likeliest tokens to report at each sampled position, with log-probabilities. 0: none. The
+    row's own sampled token is then the likeliest.
+    """
     prompt_logprobs: _builtins.int
     """Log-probabilities of prompt positions to report: unset none, else as in OutputOptions."""
     adapter: _builtins.int
@@ -842,7 +846,10 @@ Global___EmbeddingSpanRow: _TypeAlias = EmbeddingSpanRow  # noqa: Y015
 
 @_typing.final
 class ForkedRow(_message.Message):
-    """A row that continues another row's blocks."""
+    """A row that takes over what another row knows: its tokens, its first blocks, its sampling, and
+    how far it is computed. All forks of a plan see the rows as they were before any of them; then
+    a forked row advances as its parent does.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -850,15 +857,20 @@ class ForkedRow(_message.Message):
     PARENT_ROW_FIELD_NUMBER: _builtins.int
     SEQUENCE_INDEX_FIELD_NUMBER: _builtins.int
     LAST_TOKEN_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     row: _builtins.int
-    """The new row."""
+    """The new row; or the parent itself, which then goes on with fewer blocks, another last token
+    or another sequence index.
+    """
     parent_row: _builtins.int
-    """The row it continues."""
+    """The row it continues, sampled tokens included."""
     sequence_index: _builtins.int
     """Number of the sequence within its request."""
     last_token: _builtins.int
-    """Its last token where it differs from the parent's. Unset: the parent's sampled token of
-    this sequence index.
+    """Its last token. Unset: the parent's last token."""
+    num_blocks: _builtins.int
+    """Blocks it takes over from the parent's table, the first ones, in each KV group. Appended
+    blocks come behind them: a copy of the next, or a fresh one.
     """
     def __init__(
         self,
@@ -867,10 +879,11 @@ class ForkedRow(_message.Message):
         parent_row: _builtins.int = ...,
         sequence_index: _builtins.int = ...,
         last_token: _builtins.int | None = ...,
+        num_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_last_token", b"_last_token", "last_token", b"last_token"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_token", b"_last_token", "last_token", b"last_token", "parent_row", b"parent_row", "row", b"row", "sequence_index", b"sequence_index"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_last_token", b"_last_token", "last_token", b"last_token", "num_blocks", b"num_blocks", "parent_row", b"parent_row", "row", b"row", "sequence_index", b"sequence_index"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__last_token: _TypeAlias = _typing.Literal["last_token"]  # noqa: Y015
     _WhichOneofArgType__last_token: _TypeAlias = _typing.Literal["_last_token", b"_last_token"]  # noqa: Y015
