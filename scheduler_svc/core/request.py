@@ -61,6 +61,55 @@ class Stopping:
     """Tokens before any stop id counts."""
 
 
+class EarlyStopping(Enum):
+    """When a beam search with as many finished hypotheses as beams ends, as in `transformers`."""
+
+    NO = "false"
+    """When the best running hypothesis, at its present length, is worse than the worst finished."""
+
+    YES = "true"
+    """At once."""
+
+    NEVER = "never"
+    """When no running hypothesis can become better, whatever its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """A beam search: the likeliest outputs are looked for, instead of drawn."""
+
+    width: int
+    """Hypotheses that run at once. At least 1."""
+
+    length_penalty: float = 1.0
+    """The score is the log-probability over the generated length to this power."""
+
+    early_stopping: EarlyStopping = EarlyStopping.NO
+
+    num_returned: int = 1
+    """Best hypotheses to return, 1 to `width`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One finished output of a beam search."""
+
+    tokens: tuple[int, ...]
+    """The generated ids, with the end-of-sequence id if that ended it."""
+
+    cumulative_logprob: float
+    """Of the generated ids."""
+
+    score: float
+    """`cumulative_logprob / len(tokens) ** length_penalty`."""
+
+    reason: FinishReason
+    """STOP or LENGTH."""
+
+    stop_token_id: int | None = None
+    """The stop id that ended it, unless that is the model's own end of sequence."""
+
+
 class Request:
     """A prompt and its output so far.
 
@@ -72,6 +121,7 @@ class Request:
         "account",
         "admitted_tokens",
         "arrival_ns",
+        "beam",
         "blocks",
         "computed_before_preemption",
         "deadline_ns",
@@ -83,9 +133,12 @@ class Request:
         "first_step_id",
         "first_token_ns",
         "hashes",
+        "hypotheses",
+        "index",
         "held_since_ns",
         "last_step_id",
         "limit",
+        "members",
         "num_cached_tokens",
         "num_passes",
         "num_pending_tokens",
@@ -121,7 +174,13 @@ class Request:
         weight: float = 1.0,
         arrival_ns: int = 0,
         deadline_ns: int | None = None,
+        num_sequences: int = 1,
+        beam: BeamOptions | None = None,
     ) -> None:
+        self.beam = beam
+        self.index = 0
+        self.members: tuple[Request, ...] = (self,)
+        self.hypotheses: list[Hypothesis] = []
         self.request_id = request_id
         self.tokens = array("i", prompt)
         self.num_prompt_tokens = len(prompt)

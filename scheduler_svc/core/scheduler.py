@@ -204,6 +204,11 @@ class Scheduler:
         if request.finish_reason is None:
             end(self._state, request, reason, now_ns)
 
+    def abort_family(self, root: Request, now_ns: int) -> None:
+        """End all that live."""
+        for member in root.members:
+            self.abort(member, now_ns)
+
     def flush_cache(self) -> int:
         """Take every block's name away; return how many there were."""
         return self._state.pool.flush() if self._state.pool else 0

@@ -57,7 +57,7 @@ async def test_a_passed_deadline_ends_the_request_and_keeps_what_it_had() -> Non
             await until(lambda: bool(bench.group.plans))
             bench.group.answer()
             batch = await anext(aiter(stream))
-            assert batch.token_ids == tuple(generate_alone([1], 1, frozenset()))
+            assert batch.gains[0].token_ids == tuple(generate_alone([1], 1, frozenset()))
             with pytest.raises(DeadlineError):
                 await read(stream)
             assert bench.holds_nothing()
@@ -79,10 +79,10 @@ async def test_abort_ends_the_named_streams_and_names_the_unknown() -> None:
         bench.door.open(submission("two", [2], 3)) as two,
     ):
         assert bench.door.abort(["one", "nobody", "one"]) == (["one"], ["nobody"])
-        _, finish = await read(one)
+        _, finish, _ = await read(one)
         assert finish.reason is FinishReason.ABORT
         assert bench.door.abort(["one"]) == ([], ["one"])
-        tokens, _ = await read(two)
+        tokens, _, _ = await read(two)
         assert tokens == generate_alone([2], 3, frozenset())
         assert bench.door.abort(None) == ([], [])
 
@@ -150,7 +150,7 @@ async def test_a_smaller_pool_ends_only_what_no_longer_fits() -> None:
             bench.group.leave()
             bench.group.eager = True
             bench.group.join(4)
-            _, finish = await read(large)
+            _, finish, _ = await read(large)
             assert finish.reason is FinishReason.ERROR
             assert "the whole pool has 16" in finish.error
             assert await small == generate_alone([2], 5, frozenset())
@@ -212,7 +212,7 @@ async def test_at_the_end_of_a_drain_the_rest_keep_what_they_had() -> None:
             bench.engine.fail_all(UnavailableError("the server stops"))
             assert bench.holds_nothing()
             batch = await anext(aiter(stream))
-            assert batch.token_ids == tuple(generate_alone([1], 1, frozenset()))
+            assert batch.gains[0].token_ids == tuple(generate_alone([1], 1, frozenset()))
             with pytest.raises(UnavailableError, match="stops"):
                 await read(stream)
 
