@@ -202,7 +202,7 @@ def test_several_tokens_of_a_row_are_those_of_as_many_rows(
     tokens, num_tokens = sample_several(tensor, first, rows, positions, columns)
     assert num_tokens.tolist() == counts
     assert tokens.tolist() == alone
-    assert (tokens.dtype, num_tokens.dtype) == (np.int32, np.int32)
+    assert tokens.dtype == num_tokens.dtype == np.dtype(np.int32)
 
 
 def test_a_masked_token_is_never_drawn() -> None:

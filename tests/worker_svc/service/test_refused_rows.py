@@ -20,9 +20,7 @@ from worker_svc.service.refused_rows import RefusedRows
 rows = st.sets(st.integers(0, 5), max_size=4)
 
 
-def plan(
-    admitted: set[int], released: set[int], reset: bool, forked: dict[int, int]
-) -> StepPlan:
+def plan(admitted: set[int], released: set[int], reset: bool, forked: dict[int, int]) -> StepPlan:
     return StepPlan(
         step_id=0,
         reset=reset,

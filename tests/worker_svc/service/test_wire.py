@@ -57,7 +57,7 @@ admitted_rows = st.fixed_dictionaries(
 )
 
 forked_rows = st.fixed_dictionaries(
-    {name: uint32s for name in ("row", "parent_row", "sequence_index", "num_blocks")},
+    dict.fromkeys(("row", "parent_row", "sequence_index", "num_blocks"), uint32s),
     optional={"last_token": st.integers(-(2**31), 2**31 - 1)},
 )
 
@@ -108,7 +108,7 @@ def test_a_plan_is_read_as_it_was_written(
         epoch=worker_pb2.Epoch(incarnation=2**64 - 1, number=3),
         reset=reset,
         released_rows=encode(released),
-        forked=[worker_pb2.ForkedRow(**fork) for fork in forked],  # type: ignore[arg-type]
+        forked=[worker_pb2.ForkedRow(**fork) for fork in forked],
         admitted=[encode_row(row) for row in admitted],
         appended=[
             worker_pb2.AppendedBlocks(
