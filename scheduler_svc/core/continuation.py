@@ -3,6 +3,7 @@
 import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.copy_on_write import copy_tails, rows_to_copy
 from scheduler_svc.core.departure import preempt
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_draft import StepDraft
@@ -21,12 +22,15 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
         count = np.clip(gap, 0, np.maximum(draft.budget - before, 0)).astype(np.int32)
         held = rows.num_blocks[order]
         needed = np.where(count > 0, -(-(computed + count) // block_size) - held, 0)
-        if int(needed.sum()) <= pool.num_free:
+        due = rows_to_copy(state, pool, order, count) if state.shared_tails else []
+        if int(needed.sum()) + len(due) <= pool.num_free:
             break
         preempt(state, state.choose_victim(rows.running, rows, pool, block_size), now_ns)
         draft.num_preempted += 1
     draft.rows, draft.num_new = order, count
     draft.budget -= draft.num_running_tokens
+    if state.shared_tails:
+        copy_tails(state, draft, pool, due)
     growing = np.flatnonzero(needed)
     if len(growing):
         _grow(state, draft, pool, order[growing].tolist(), needed[growing].tolist())

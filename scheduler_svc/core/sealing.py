@@ -3,6 +3,8 @@
 import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.family_results import note_families
+from scheduler_svc.core.forks import forked_rows
 from scheduler_svc.core.journal import FlyingStep
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import SchedulerState
@@ -32,14 +34,19 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
     rows.num_pending[ran[samples]] += 1
     step = FlyingStep(state.next_step_id, ran, rows.generation[ran], samples)
     step.published += draft.published
+    if state.families:
+        note_families(state, step)
+    forked = forked_rows(state, draft) if state.pending_forks or draft.cuts else ()
     state.journal.add(step)
     state.prefixes.publish_filled(ran, pool)
     plan = draft.seal(
         state.next_step_id,
         reset=state.reset,
         released_rows=[] if state.reset else state.released_rows,
+        forked=forked,
         exceptions=exceptions,
         admitted_rows=admitted,
+        serial_rows=list(step.families),
     )
     state.released_rows.clear()
     state.reset = False
@@ -57,4 +64,6 @@ def _describe(state: SchedulerState, request: Request, num_new: int) -> Admitted
         num_new_tokens=num_new,
         block_tables=(np.array(request.blocks, dtype=np.int32),),
         sampling=request.sampling,
+        sequence_index=request.index,
+        num_samples=request.width if request.awaits_fork else 1,
     )

@@ -10,6 +10,7 @@ from scheduler_svc.core.step_plan import (
     EMPTY,
     AdmittedRow,
     AppendedBlocks,
+    ForkedRow,
     Int32Array,
     StepPlan,
 )
@@ -34,6 +35,12 @@ class StepDraft:
     appended_blocks: list[BlockId] = field(default_factory=list)
     """… and the block."""
 
+    copies: dict[int, tuple[BlockId, BlockId]] = field(default_factory=dict)
+    """Source and destination of the block that a row gets a copy of …"""
+
+    cuts: dict[int, int] = field(default_factory=dict)
+    """… and how many blocks of its table it keeps before it."""
+
     admitted: list[Request] = field(default_factory=list)
     """Requests that get a row in this step …"""
 
@@ -57,6 +64,8 @@ class StepDraft:
         kept = self.rows != row
         self.budget += int(self.num_new[~kept].sum())
         self.rows, self.num_new = self.rows[kept], self.num_new[kept]
+        self.copies.pop(row, None)
+        self.cuts.pop(row, None)
         appended = [
             (other, block)
             for other, block in zip(self.appended_rows, self.appended_blocks, strict=True)
@@ -87,10 +96,15 @@ class StepDraft:
         *,
         reset: bool,
         released_rows: list[int],
+        forked: tuple[ForkedRow, ...],
         exceptions: tuple[Int32Array, Int32Array, Int32Array],
         admitted_rows: tuple[AdmittedRow, ...],
+        serial_rows: list[int],
     ) -> StepPlan:
         """Return the finished plan."""
+        sources, destinations = EMPTY, EMPTY
+        if self.copies:
+            sources, destinations = np.array([*self.copies.values()], dtype=np.int32).T
         appended: tuple[AppendedBlocks, ...] = ()
         if self.appended_rows:
             appended = (
@@ -104,14 +118,16 @@ class StepDraft:
             step_id=step_id,
             reset=reset,
             released_rows=np.array(released_rows, dtype=np.int32),
+            forked=forked,
             admitted=admitted_rows,
             appended=appended,
-            copy_sources=EMPTY,
-            copy_destinations=EMPTY,
+            copy_sources=sources,
+            copy_destinations=destinations,
             exception_rows=exceptions[0],
             exception_num_computed_tokens=exceptions[1],
             exception_num_new_tokens=exceptions[2],
             num_rows=int(np.count_nonzero(self.num_new)) + len(self.admitted),
             num_tokens=self.num_running_tokens + sum(self.admitted_num_new),
             num_preempted=self.num_preempted,
+            serial_rows=np.array(serial_rows, dtype=np.int32) if serial_rows else EMPTY,
         )
