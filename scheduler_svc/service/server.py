@@ -16,7 +16,9 @@ from prometheus_client import CollectorRegistry
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.block_hash import HashAlgorithm
 from scheduler_svc.core.errors import UnavailableError
+from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
+from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.victims import VICTIM_POLICIES
@@ -252,6 +254,7 @@ def _scheduler(settings: SchedulerSettings, limits: Limits, algorithm: HashAlgor
             settings.scheduling_policy, ageing_ns=int(settings.priority_ageing * 1e9)
         ),
         choose_victim=VICTIM_POLICIES[settings.preemption_victim],
+        memory=KvMemory(EVICTION_POLICIES[settings.eviction_policy]),
     )
 
 

@@ -64,6 +64,7 @@ EnablePrefixCaching = Annotated[bool | None, Option(help="Share blocks of equal 
 PrefixCachingHashAlgo = Annotated[
     str | None, Option(help="Of block names: sha256, sha256_cbor, xxhash or xxhash_cbor.")
 ]
+EvictionPolicy = Annotated[str | None, Option(help="lru or reuse-aware.")]
 HashSeed = Annotated[str | None, Option(help="Of block names; equal where names are compared.")]
 WorkerWait = Annotated[float | None, Option(help="Seconds requests wait for a worker.")]
 DrainTimeout = Annotated[float | None, Option(help="Seconds requests get after SIGTERM.")]

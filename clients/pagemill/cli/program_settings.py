@@ -17,6 +17,7 @@ SCHEDULER_SETTINGS = frozenset(
         "block_size",
         "drain_timeout",
         "enable_prefix_caching",
+        "eviction_policy",
         "hash_seed",
         "join_secret",
         "listen",

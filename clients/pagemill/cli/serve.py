@@ -36,6 +36,7 @@ def serve(
     kv_cache_dtype: options.KvCacheDtype = None,
     enable_prefix_caching: options.EnablePrefixCaching = None,
     prefix_caching_hash_algo: options.PrefixCachingHashAlgo = None,
+    eviction_policy: options.EvictionPolicy = None,
     hash_seed: options.HashSeed = None,
     pipeline_depth: options.PipelineDepth = None,
     threads: options.Threads = None,
