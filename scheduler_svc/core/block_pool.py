@@ -16,6 +16,7 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.evicted_names import EvictedNames
 from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId, FreeBlockQueue
+from scheduler_svc.core.residency import Residency
 
 
 class BlockPool:
@@ -33,13 +34,22 @@ class BlockPool:
         "_idle",
         "_index",
         "_names",
+        "_now_ns",
+        "_residency",
         "_twins",
         "_users",
         "num_blocks",
     )
 
-    def __init__(self, num_blocks: int, eviction: EvictionPolicyMaker = LruEviction) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        eviction: EvictionPolicyMaker = LruEviction,
+        residency: Residency | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
+        self._now_ns = 0
+        self._residency = residency
         self._empty = FreeBlockQueue(num_blocks)
         self._idle = eviction(num_blocks)
         self._users = [0] * (num_blocks + 1)
@@ -67,6 +77,10 @@ class BlockPool:
     def num_used(self) -> int:
         """Blocks with a user."""
         return self.num_blocks - self.num_free
+
+    def set_time(self, now_ns: int) -> None:
+        """Say when what follows happens: once a step."""
+        self._now_ns = now_ns
 
     def lookup(self, name: BlockHash) -> BlockId | None:
         """Return a block with this name, or None. Changes nothing."""
@@ -104,6 +118,8 @@ class BlockPool:
                 idle.remove(block)
             users[block] += 1
         idle.note_hits(blocks)
+        if self._residency is not None:
+            self._residency.hit(blocks, self._now_ns)
 
     def allocate(self, count: int) -> list[BlockId]:
         """Hand out `count` blocks, each with one user, evicting idle content as needed.
@@ -121,6 +137,8 @@ class BlockPool:
             blocks += evicted
         for block in blocks:
             users[block] = 1
+        if self._residency is not None:
+            self._residency.allocated(blocks, self._now_ns)
         return blocks
 
     def release(self, blocks: Sequence[BlockId]) -> None:
@@ -160,6 +178,8 @@ class BlockPool:
         for block in named:
             self.retract(block)
         self._evicted.clear()
+        if self._residency is not None:
+            self._residency.clear()
         return len(named)
 
     def _evict(self, block: BlockId) -> None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
+from scheduler_svc.core.residency import Residency
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,6 +14,11 @@ class KvMemory:
     eviction: EvictionPolicyMaker = LruEviction
     """Which idle block dies next."""
 
+    residency: Residency | None = None
+    """Watches the lives of blocks. None: nobody does."""
+
     def new_pool(self, num_blocks: int) -> BlockPool:
-        """Return a pool of `num_blocks` usable blocks, all empty."""
-        return BlockPool(num_blocks, self.eviction)
+        """Return a pool of `num_blocks` usable blocks, all empty; the one before is forgotten."""
+        if self.residency is not None:
+            self.residency.clear()
+        return BlockPool(num_blocks, self.eviction, self.residency)

@@ -101,6 +101,11 @@ class Scheduler:
         return self._state.waiting.num_tokens
 
     @property
+    def hit_rate(self) -> float:
+        """Share of tokens found in the prefix cache, over the latest 1,000 requests."""
+        return self._state.prefixes.hit_rate.rate
+
+    @property
     def has_work(self) -> bool:
         """A request is live."""
         return bool(self._state.live)
@@ -229,6 +234,7 @@ class Scheduler:
         pool = state.pool
         if pool is None or not state.connected or self.num_in_flight >= state.limits.pipeline_depth:
             return None
+        pool.set_time(now_ns)
         draft = StepDraft(budget=state.limits.max_num_batched_tokens)
         continue_running(state, draft, pool, now_ns)
         if not draft.num_preempted or not draft.has_rows:

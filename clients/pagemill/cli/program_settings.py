@@ -20,6 +20,8 @@ SCHEDULER_SETTINGS = frozenset(
         "eviction_policy",
         "hash_seed",
         "join_secret",
+        "kv_cache_metrics",
+        "kv_cache_metrics_sample",
         "listen",
         "log_format",
         "log_level",

@@ -37,6 +37,8 @@ def serve(
     enable_prefix_caching: options.EnablePrefixCaching = None,
     prefix_caching_hash_algo: options.PrefixCachingHashAlgo = None,
     eviction_policy: options.EvictionPolicy = None,
+    kv_cache_metrics: options.KvCacheMetrics = None,
+    kv_cache_metrics_sample: options.KvCacheMetricsSample = None,
     hash_seed: options.HashSeed = None,
     pipeline_depth: options.PipelineDepth = None,
     threads: options.Threads = None,
