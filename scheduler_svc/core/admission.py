@@ -121,7 +121,7 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     pool.share(hits)
     needed = -(-(num_hit + count) // block_size) - len(hits)
     request.blocks = [*hits, *pool.allocate(needed)]
-    _count_admission(state, request, num_hit)
+    _count_admission(state, request, num_hit, pool)
     row = state.rows.take(request, num_hit + count, count)
     draft.published += state.prefixes.publish_prompt(row, request, len(hits), pool)
     draft.add(request, count)
@@ -131,16 +131,24 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     return True
 
 
-def _count_admission(state: SchedulerState, request: Request, num_hit: int) -> None:
+def _count_admission(
+    state: SchedulerState, request: Request, num_hit: int, pool: BlockPool
+) -> None:
     request.admitted_tokens = num_hit
     request.tokens_when_admitted = request.num_tokens
     counters = state.counters
     if request.first_scheduled_ns is None:
         request.num_cached_tokens = num_hit
         counters.prompt_tokens += request.num_prompt_tokens
+        reason = state.prefixes.miss_reason(request, num_hit // state.limits.block_size, pool)
+        request.miss_reason = reason
         if state.prefixes.enabled and request.read_cache:
-            counters.prefix_queries += request.num_tokens
+            queries = request.num_tokens
+            counters.prefix_queries += queries
             counters.prefix_hits += num_hit
+            missed = counters.prefix_misses
+            missed[reason] = missed.get(reason, 0) + queries - num_hit
+            state.prefixes.hit_rate.observe(queries, num_hit)
     else:
         again = max(0, request.computed_before_preemption - num_hit)
         request.num_recomputed_tokens += again

@@ -9,8 +9,9 @@ import numpy as np
 from scheduler_svc.core.block_hash import BlockHash, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.hit_rate import HitRateWindow
 from scheduler_svc.core.journal import Journal
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import MissReason, Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_plan import Int32Array
 
@@ -18,7 +19,7 @@ from scheduler_svc.core.step_plan import Int32Array
 class PrefixCache:
     """Names of blocks, from request to pool. Disabled, it finds, hashes and names nothing."""
 
-    __slots__ = ("_algorithm", "_block_size", "_journal", "_root", "_rows", "enabled")
+    __slots__ = ("_algorithm", "_block_size", "_journal", "_root", "_rows", "enabled", "hit_rate")
 
     def __init__(
         self,
@@ -30,6 +31,7 @@ class PrefixCache:
         enabled: bool,
     ) -> None:
         self.enabled = enabled
+        self.hit_rate = HitRateWindow()
         self._algorithm = algorithm
         self._block_size = block_size
         self._rows = rows
@@ -58,6 +60,19 @@ class PrefixCache:
                 break
             hits.append(block)
         return hits
+
+    def miss_reason(self, request: Request, num_hits: int, pool: BlockPool) -> MissReason:
+        """Return why `find` gave a request no more than `num_hits` blocks."""
+        if not self.enabled:
+            return MissReason.DISABLED
+        if not request.read_cache:
+            return MissReason.NOT_READ
+        if num_hits == len(request.hashes):
+            return MissReason.TAIL
+        name = request.hashes[num_hits]
+        if pool.lookup(name) is not None:
+            return MissReason.LAST_TOKEN
+        return MissReason.EVICTED if pool.was_evicted(name) else MissReason.UNSEEN
 
     def publish_prompt(
         self, row: int, request: Request, num_hits: int, pool: BlockPool
