@@ -14,6 +14,7 @@ def check_state(state: SchedulerState) -> None:
     ]
     if state.pool is not None:
         state.pool.check([request.blocks for request in alive])
+    state.rows.check()
     running = state.rows.running
     if sorted(r.precedence for r in running) != [r.precedence for r in running]:
         raise InvariantError("running requests are not in order of precedence")

@@ -10,37 +10,32 @@ from collections import Counter
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_draft import StepDraft
 from scheduler_svc.core.step_plan import Int32Array
 
 
-def rows_to_copy(
-    state: SchedulerState, pool: BlockPool, order: Int32Array, num_new: Int32Array
-) -> list[int]:
+def rows_to_copy(state: SchedulerState, pool: BlockPool, num_new: Int32Array) -> list[int]:
     """Return the rows whose new tokens would go into a block that others hold too.
 
-    Shapes: order, num_new [R]. The last owner of a block is not among them.
+    Shape: num_new [all rows]. The last owner of a block is not among them.
     """
-    rows, copied = state.rows, Counter[BlockId]()
+    copied = Counter[BlockId]()
     due = []
-    for row in order[num_new > 0].tolist():
-        if row in state.shared_tails:
-            block = rows.owner(row).blocks[-1]
+    for row in sorted(state.shared_tails):
+        if num_new[row]:
+            block = state.rows.owner(row).blocks[-1]
             if pool.num_users(block) - copied[block] > 1:
                 copied[block] += 1
                 due.append(row)
     return due
 
 
-def copy_tails(state: SchedulerState, draft: StepDraft, pool: BlockPool, due: list[int]) -> None:
-    """Give rows blocks of their own in place of the last ones, and plan the copies.
-
-    Rows that run and share no more are forgotten.
-    """
-    running = set(draft.rows[draft.num_new > 0].tolist())
+def copy_tails(rows: Rows, draft: StepDraft, pool: BlockPool, due: list[int]) -> None:
+    """Give rows blocks of their own in place of the last ones, and plan the copies."""
     for row, fresh in zip(due, pool.allocate(len(due)), strict=True):
-        blocks = state.rows.owner(row).blocks
+        blocks = rows.owner(row).blocks
         shared = blocks.pop()
         blocks.append(fresh)
         pool.release([shared])
@@ -48,7 +43,6 @@ def copy_tails(state: SchedulerState, draft: StepDraft, pool: BlockPool, due: li
         draft.cuts[row] = len(blocks) - 1
         draft.appended_rows.append(row)
         draft.appended_blocks.append(fresh)
-    state.shared_tails -= running
 
 
 def num_pending_copies(state: SchedulerState, pool: BlockPool) -> int:

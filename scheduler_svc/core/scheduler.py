@@ -16,6 +16,7 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.length_limit import check_width, length_limit
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.prefix_cache import PrefixCache
@@ -47,6 +48,7 @@ class Scheduler:
         hash_algorithm: HashAlgorithm = SHA256,
         waiting: WaitingQueue | None = None,
         choose_victim: VictimPolicy = cheapest,
+        memory: KvMemory | None = None,
     ) -> None:
         rows, journal = Rows(limits.max_num_seqs, limits.max_model_len), Journal()
         self._state = SchedulerState(
@@ -59,6 +61,7 @@ class Scheduler:
             ),
             choose_victim,
         )
+        self._memory = KvMemory() if memory is None else memory
         self._next_sequence = 0
 
     # What the shell reads.
@@ -99,6 +102,11 @@ class Scheduler:
         return self._state.waiting.num_tokens
 
     @property
+    def hit_rate(self) -> float:
+        """Share of tokens found in the prefix cache, over the latest 1,000 requests."""
+        return self._state.prefixes.hit_rate.rate
+
+    @property
     def has_work(self) -> bool:
         """A request is live."""
         return bool(self._state.live)
@@ -112,7 +120,7 @@ class Scheduler:
         """
         state = self._state
         self.lose_worker(now_ns)
-        state.pool = BlockPool(num_blocks)
+        state.pool = self._memory.new_pool(num_blocks)
         if state.prefixes.set_root(root):
             for request in state.waiting:
                 request.hashes.clear()
@@ -241,6 +249,7 @@ class Scheduler:
         pool = state.pool
         if pool is None or not state.connected or self.num_in_flight >= state.limits.pipeline_depth:
             return None
+        pool.set_time(now_ns)
         draft = StepDraft(budget=state.limits.max_num_batched_tokens)
         continue_running(state, draft, pool, now_ns)
         if not draft.num_preempted or not draft.has_rows:

@@ -53,7 +53,7 @@ def note_borrowed(state: SchedulerState, request: Request, draft: StepDraft, num
 def _num_common(state: SchedulerState, row: int, known: Int32Array, draft: StepDraft) -> int:
     """Return how many leading tokens a row shares, and has computed or computes in this step."""
     rows = state.rows
-    planned = int(rows.num_computed[row]) + int(draft.num_new[draft.rows == row].sum())
+    planned = int(rows.num_computed[row]) + int(draft.num_new[row])
     length = min(len(known), planned, int(rows.num_tokens[row]))
     differ = np.flatnonzero(rows.tokens[row, :length] != known[:length])
     return int(differ[0]) if len(differ) else length

@@ -9,6 +9,8 @@ from scheduler_svc.core.request import Request, Sampling
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
+IndexArray = npt.NDArray[np.intp]
+"""Row numbers as numpy indexes with them: other integers cost a copy at each use."""
 
 EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 EMPTY.setflags(write=False)
