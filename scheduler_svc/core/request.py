@@ -24,6 +24,28 @@ class FinishReason(Enum):
     """It could not be computed."""
 
 
+class MissReason(Enum):
+    """Why the prefix hit of a request, at its first admission, went no further."""
+
+    UNSEEN = "unseen"
+    """Its next block has no name here: never seen, under this salt, or too long ago."""
+
+    EVICTED = "evicted"
+    """Its next block was evicted lately."""
+
+    LAST_TOKEN = "last_token"  # noqa: S105 - no password
+    """All is cached, but the last block runs, since only a run gives logits."""
+
+    TAIL = "tail"
+    """What is left fills no block."""
+
+    NOT_READ = "not_read"
+    """The request reads no cache."""
+
+    DISABLED = "disabled"
+    """Prefix caching is off."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is drawn; every value is in its bound."""
@@ -115,12 +137,19 @@ class Request:
 
     While the request runs, its tokens live in the scheduler's rows; `tokens` is complete
     while it waits and after it has finished.
+
+    A request for several sequences is the root of a family: it runs the prompt for all of them,
+    and is the first of them. The others are forked from it when the first tokens are there; from
+    then on each member is a request of its own.
     """
 
     __slots__ = (
+        "_children",
+        "_root",
         "account",
         "admitted_tokens",
         "arrival_ns",
+        "awaits_fork",
         "beam",
         "blocks",
         "computed_before_preemption",
@@ -133,17 +162,19 @@ class Request:
         "first_step_id",
         "first_token_ns",
         "hashes",
+        "held_since_ns",
         "hypotheses",
         "index",
-        "held_since_ns",
         "last_step_id",
         "limit",
-        "members",
+        "miss_reason",
         "num_cached_tokens",
         "num_passes",
         "num_pending_tokens",
         "num_prompt_tokens",
         "num_recomputed_tokens",
+        "num_reserved_rows",
+        "num_sequences",
         "precedence",
         "preemption_times_ns",
         "priority",
@@ -160,7 +191,10 @@ class Request:
         "weight",
     )
 
-    def __init__(
+    finish_reason: FinishReason | None
+    miss_reason: MissReason | None
+
+    def __init__(  # noqa: PLR0915 - a list of fields
         self,
         request_id: str,
         prompt: "array[int]",
@@ -177,10 +211,6 @@ class Request:
         num_sequences: int = 1,
         beam: BeamOptions | None = None,
     ) -> None:
-        self.beam = beam
-        self.index = 0
-        self.members: tuple[Request, ...] = (self,)
-        self.hypotheses: list[Hypothesis] = []
         self.request_id = request_id
         self.tokens = array("i", prompt)
         self.num_prompt_tokens = len(prompt)
@@ -195,11 +225,25 @@ class Request:
         """Its tenant's share of tokens, relative to the weights of others. Above 0."""
         self.arrival_ns = arrival_ns
         self.deadline_ns = deadline_ns
+        self.num_sequences = num_sequences
+        self.beam = beam
+
+        # The family.
+        self.index = 0
+        """Number of the sequence among those of its root."""
+        self.awaits_fork = self.width > 1 or beam is not None
+        """The prompt has not given the first tokens yet; but for the root, it is not queued."""
+        self.num_reserved_rows = 0
+        """Rows kept free for the members of a root that runs before its fork."""
+        self.hypotheses: list[Hypothesis] = []
+        """Outcome of a beam search, the best first."""
+        self._root: Request | None = None
+        self._children: tuple[Request, ...] | None = None
 
         # Kept by the scheduler.
         self.sequence = -1
         """Order of arrival."""
-        self.precedence = (0, 0)
+        self.precedence = (0, 0, 0)
         """Order among those who wait, and among those who run. The queue gives it."""
         self.account: int | None = None
         """Where a fair queue counts its tokens."""
@@ -232,9 +276,38 @@ class Request:
         self.finished_ns: int | None = None
         self.first_step_id: int | None = None
         self.last_step_id: int | None = None
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason = self.miss_reason = None
         self.stop_token_id: int | None = None
         self.error = ""
+
+    @property
+    def width(self) -> int:
+        """Rows that the whole family takes."""
+        return self.beam.width if self.beam else self.num_sequences
+
+    @property
+    def root(self) -> "Request":
+        """The member that was asked for, and runs the prompt."""
+        return self._root or self
+
+    @property
+    def family(self) -> "tuple[Request, ...]":
+        """All that may hold rows, the root first: one for each sequence, or for each beam."""
+        if self._root is not None:
+            return self._root.family
+        if self._children is None:
+            self._children = tuple(self._child(index) for index in range(1, self.width))
+        return (self, *self._children)
+
+    @property
+    def members(self) -> "tuple[Request, ...]":
+        """The sequences that were asked for, in order. A beam search is one, whatever its width."""
+        return (self.root,) if self.root.beam else self.family
+
+    @property
+    def has_siblings(self) -> bool:
+        """It is one of several that may share what they hold."""
+        return self._root is not None or self.width > 1
 
     @property
     def num_tokens(self) -> int:
@@ -254,3 +327,22 @@ class Request:
     def output_token_ids(self) -> "array[int]":
         """Return the generated ids, while the request does not run."""
         return self.tokens[self.num_prompt_tokens :]
+
+    def _child(self, index: int) -> "Request":
+        child = Request(
+            self.request_id,
+            array("i"),
+            self.sampling,
+            self.stopping,
+            extra=self.extra,
+            read_cache=self.read_cache,
+            priority=self.priority,
+            tenant=self.tenant,
+            weight=self.weight,
+            arrival_ns=self.arrival_ns,
+            deadline_ns=self.deadline_ns,
+        )
+        child.tokens, child.num_prompt_tokens = self.tokens, self.num_prompt_tokens
+        child.index, child.awaits_fork, child._root = index, True, self
+        child.sequence = self.sequence
+        return child

@@ -4,10 +4,12 @@ import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end, preempt
+from scheduler_svc.core.ending import note_stop_id, reason_to_end
+from scheduler_svc.core.family_results import FamilyTokens, apply_families, split_result
 from scheduler_svc.core.journal import FlyingStep
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.state import SchedulerState
-from scheduler_svc.core.step_plan import Int32Array, StepOutcome, StepResult
+from scheduler_svc.core.step_plan import IndexArray, Int32Array, StepOutcome, StepResult
 
 
 def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> StepOutcome:
@@ -19,6 +21,10 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
     if (pool := state.pool) is None:
         raise ValueError(f"result of step {result.step_id} came before any worker")
     failed = {row for row, _ in result.row_errors}
+    families: list[FamilyTokens] = []
+    oldest = state.journal.oldest
+    if oldest is not None and oldest.families and oldest.step_id == result.step_id:
+        result, families = split_result(oldest, result, failed)
     step = _take_step(state, result, failed)
     state.counters.steps += 1
     outcome = StepOutcome(step.step_id, [], [], [])
@@ -27,13 +33,15 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
     sampling = step.samples & ~np.isin(step.rows, list(failed)) if failed else step.samples
     rows, sampled = step.rows[sampling], result.tokens
     alive = state.rows.generation[rows] == step.generations[sampling]
-    if not alive.all():
+    if np.count_nonzero(alive) < len(alive):
         for row, token in zip(rows[~alive].tolist(), sampled[~alive].tolist(), strict=True):
             if (request := step.orphans.get(row)) is not None:
                 _append_to_waiting(state, request, token, step.step_id, now_ns, outcome)
         rows, sampled = rows[alive], sampled[alive]
     if len(rows):
         _append(state, rows, sampled, step.step_id, pool, now_ns, outcome)
+    if families:
+        apply_families(state, step, families, pool, now_ns, outcome)
     return outcome
 
 
@@ -42,7 +50,7 @@ def _take_step(state: SchedulerState, result: StepResult, failed: set[int]) -> F
     if result.step_id != expected:
         raise ValueError(f"result of step {result.step_id}, expected {expected}")
     step = next(iter(state.journal))
-    wanted = int(step.samples.sum())
+    wanted = int(np.count_nonzero(step.samples))
     if failed:
         wanted -= int(step.samples[np.isin(step.rows, list(failed))].sum())
     if len(result.tokens) != wanted:
@@ -60,7 +68,7 @@ def _take_step(state: SchedulerState, result: StepResult, failed: set[int]) -> F
 
 def _append(
     state: SchedulerState,
-    order: Int32Array,
+    order: IndexArray,
     sampled: Int32Array,
     step_id: int,
     pool: BlockPool,
@@ -69,24 +77,23 @@ def _append(
 ) -> None:
     """Append one token to each row; end those that stopped or reached their limit."""
     rows = state.rows
-    length = rows.num_tokens[order]
-    rows.tokens[order, length] = sampled
-    rows.num_tokens[order] = length + 1
-    rows.num_pending[order] -= 1
+    length = rows.append(order, sampled)
     state.counters.generation_tokens += len(order)
-    outcome.requests.extend(rows.owners_of(order.tolist()))
+    outcome.requests.extend(rows.owners_of(order))
     outcome.tokens.extend(sampled.tolist())
-    for row in order[length == rows.num_prompt[order]].tolist():
-        rows.owner(row).first_token_ns = now_ns
+    first = length - rows.num_prompt[order] == 1
+    if np.count_nonzero(first):
+        for request in rows.owners_of(order[first]):
+            request.first_token_ns = now_ns
     stopped = rows.stops(order, sampled)
-    ended = stopped | (rows.num_tokens[order] >= rows.limit[order])
-    state.prefixes.publish_filled(order, pool)
-    if ended.any():
+    ended = stopped | (length >= rows.limit[order])
+    state.prefixes.publish_filled(pool)
+    if np.count_nonzero(ended):
         for place in np.flatnonzero(ended).tolist():
             request = rows.owner(int(order[place]))
             reason = FinishReason.STOP if stopped[place] else FinishReason.LENGTH
             request.last_step_id = step_id
-            _note_stop_id(request, int(sampled[place]), reason)
+            note_stop_id(request, int(sampled[place]), reason)
             end(state, request, reason, now_ns)
             outcome.finished.append(request)
 
@@ -109,13 +116,10 @@ def _append_to_waiting(
     request.first_token_ns = request.first_token_ns or now_ns
     outcome.requests.append(request)
     outcome.tokens.append(token)
-    stopping = request.stopping
-    stopped = token in stopping.eos_token_ids | stopping.stop_token_ids
-    stopped = stopped and request.num_output_tokens >= stopping.min_output_tokens
-    if stopped or request.num_tokens >= request.limit:
-        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+    reason = reason_to_end(request, token)
+    if reason is not None:
         request.last_step_id = step_id
-        _note_stop_id(request, token, reason)
+        note_stop_id(request, token, reason)
         end(state, request, reason, now_ns)
         outcome.finished.append(request)
 
@@ -138,16 +142,10 @@ def _fail_row(
     if request is not None and request.finish_reason is None:
         request.error = reason
         request.last_step_id = step.step_id
-        end(state, request, FinishReason.ERROR, now_ns)
-        outcome.finished.append(request)
+        outcome.finished.extend(end(state, request, FinishReason.ERROR, now_ns))
     for block in tainted:
         pool.retract(block)
     for other in reversed(list(state.rows.running)):
         if not tainted.isdisjoint(other.blocks):
             # What it sampled from these blocks, here and in later steps, is in doubt too.
             preempt(state, other, now_ns, keep_in_flight=False)
-
-
-def _note_stop_id(request: Request, token: int, reason: FinishReason) -> None:
-    if reason is FinishReason.STOP and token not in request.stopping.eos_token_ids:
-        request.stop_token_id = token

@@ -3,6 +3,7 @@
 from scheduler_svc.core.admission import admit_waiting
 from scheduler_svc.core.block_hash import BlockHash, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.consistency import check_state
 from scheduler_svc.core.continuation import continue_running
 from scheduler_svc.core.counters import Counters
 from scheduler_svc.core.departure import end, preempt
@@ -15,7 +16,8 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.journal import Journal
-from scheduler_svc.core.length_limit import length_limit
+from scheduler_svc.core.kv_memory import KvMemory
+from scheduler_svc.core.length_limit import check_width, length_limit
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.request import FinishReason, Request
@@ -46,6 +48,7 @@ class Scheduler:
         hash_algorithm: HashAlgorithm = SHA256,
         waiting: WaitingQueue | None = None,
         choose_victim: VictimPolicy = cheapest,
+        memory: KvMemory | None = None,
     ) -> None:
         rows, journal = Rows(limits.max_num_seqs, limits.max_model_len), Journal()
         self._state = SchedulerState(
@@ -58,6 +61,7 @@ class Scheduler:
             ),
             choose_victim,
         )
+        self._memory = KvMemory() if memory is None else memory
         self._next_sequence = 0
 
     # What the shell reads.
@@ -98,6 +102,11 @@ class Scheduler:
         return self._state.waiting.num_tokens
 
     @property
+    def hit_rate(self) -> float:
+        """Share of tokens found in the prefix cache, over the latest 1,000 requests."""
+        return self._state.prefixes.hit_rate.rate
+
+    @property
     def has_work(self) -> bool:
         """A request is live."""
         return bool(self._state.live)
@@ -111,7 +120,7 @@ class Scheduler:
         """
         state = self._state
         self.lose_worker(now_ns)
-        state.pool = BlockPool(num_blocks)
+        state.pool = self._memory.new_pool(num_blocks)
         if state.prefixes.set_root(root):
             for request in state.waiting:
                 request.hashes.clear()
@@ -121,8 +130,7 @@ class Scheduler:
                 request.limit = length_limit(request, state.limits, state.pool)
             except NeverFitsError as error:
                 request.error = str(error)
-                end(state, request, FinishReason.ERROR, now_ns)
-                unfit.append(request)
+                unfit += end(state, request, FinishReason.ERROR, now_ns)
         state.connected = True
         return unfit
 
@@ -149,6 +157,7 @@ class Scheduler:
         for request in state.waiting:
             request.num_pending_tokens = 0
         state.released_rows.clear()
+        state.pending_forks.clear()
         if state.pool is not None:
             for block in unconfirmed:
                 state.pool.retract(block)
@@ -168,6 +177,7 @@ class Scheduler:
             )
         if request.num_prompt_tokens == 0:
             raise InvalidRequestError("prompt", "prompt is empty, must have at least one token")
+        check_width(request, state.limits)
         limit = length_limit(request, state.limits, state.pool)
         self._check_room(request)
         request.limit = limit
@@ -192,7 +202,10 @@ class Scheduler:
             )
 
     def finish(self, request: Request, num_output_tokens: int, now_ns: int) -> None:
-        """End a request as stopped, with only its first `num_output_tokens`."""
+        """End a request as stopped, with only its first `num_output_tokens`.
+
+        A root that still runs for its family takes all members with it.
+        """
         if request.finish_reason is None:
             end(self._state, request, FinishReason.STOP, now_ns)
             del request.tokens[request.num_prompt_tokens + num_output_tokens :]
@@ -200,14 +213,19 @@ class Scheduler:
     def abort(
         self, request: Request, now_ns: int, reason: FinishReason = FinishReason.ABORT
     ) -> None:
-        """End a request at once; its row and blocks are free when this returns."""
+        """End a request at once; its row and blocks are free when this returns.
+
+        A root that still runs for its family takes all members with it.
+        """
         if request.finish_reason is None:
             end(self._state, request, reason, now_ns)
 
-    def abort_family(self, root: Request, now_ns: int) -> None:
-        """End all that live."""
+    def abort_family(
+        self, root: Request, now_ns: int, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        """End every member that lives."""
         for member in root.members:
-            self.abort(member, now_ns)
+            self.abort(member, now_ns, reason)
 
     def flush_cache(self) -> int:
         """Take every block's name away; return how many there were."""
@@ -231,6 +249,7 @@ class Scheduler:
         pool = state.pool
         if pool is None or not state.connected or self.num_in_flight >= state.limits.pipeline_depth:
             return None
+        pool.set_time(now_ns)
         draft = StepDraft(budget=state.limits.max_num_batched_tokens)
         continue_running(state, draft, pool, now_ns)
         if not draft.num_preempted or not draft.has_rows:
@@ -254,13 +273,4 @@ class Scheduler:
 
     def check(self) -> None:
         """Prove the invariants. Raises: InvariantError. Cost: O(blocks); for tests."""
-        state = self._state
-        if state.pool is not None:
-            state.pool.check([request.blocks for request in state.live.values()])
-        running = state.rows.running
-        if sorted(r.precedence for r in running) != [r.precedence for r in running]:
-            raise InvariantError("running requests are not in order of precedence")
-        if state.waiting.num_tokens != sum(r.num_tokens for r in state.waiting):
-            raise InvariantError("waiting tokens miscounted")
-        if {*map(id, running), *map(id, state.waiting)} != set(map(id, state.live.values())):
-            raise InvariantError("a live request neither runs nor waits")
+        check_state(self._state)

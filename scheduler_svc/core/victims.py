@@ -31,10 +31,10 @@ def cheapest(
     """
     places = [rows.row_of(request) for request in candidates]
     computed = rows.num_computed[places].tolist()
-    left = (rows.limit - rows.num_tokens - rows.num_pending)[places].tolist()
+    known = (rows.num_tokens + rows.num_pending)[places].tolist()
     costs = [
-        tokens - pool.num_shared(request.blocks) * block_size if more > 0 else 0
-        for request, tokens, more in zip(candidates, computed, left, strict=True)
+        tokens - pool.num_shared(request.blocks) * block_size if length < request.limit else 0
+        for request, tokens, length in zip(candidates, computed, known, strict=True)
     ]
     return _first(candidates, costs, rows, pool)
 
@@ -58,6 +58,7 @@ def _first(
             _is_protected(request, rows),
             cost,
             -request.sequence,
+            -request.index,
         )
         for request, cost in zip(candidates, costs, strict=True)
     ]

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
 
+from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step_plan import Int32Array
 from scheduler_svc.core.tenant_shares import TenantShares
@@ -36,9 +37,13 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Queue a new or a preempted request."""
-        request.precedence = self._precedence_of(request)
+        self.enter(request)
         insort(self._line, request, key=_precedence)
         self.num_tokens += request.num_tokens
+
+    def enter(self, request: Request) -> None:
+        """Give a request its precedence; one that is forked into a row never waited."""
+        request.precedence = self._precedence_of(request)
 
     def remove(self, request: Request) -> None:
         """Take a queued request out."""
@@ -60,14 +65,14 @@ class WaitingQueue:
     def charge(self, request: Request, num_tokens: int) -> None:
         """Note tokens that a request runs in the step that admits it."""
 
-    def charge_rows(self, accounts: Int32Array, rows: Int32Array, num_new: Int32Array) -> None:
-        """Note tokens that rows run. Shapes: accounts [all rows], rows [R], num_new [R]."""
+    def charge_rows(self, accounts: Int32Array, num_new: Int32Array) -> None:
+        """Note tokens that rows run. Shapes: both [all rows]."""
 
     def forget(self, request: Request) -> None:
         """Note that a request has ended."""
 
-    def _precedence_of(self, request: Request) -> tuple[int, int]:
-        return 0, request.sequence
+    def _precedence_of(self, request: Request) -> tuple[int, int, int]:
+        return 0, request.sequence, request.index
 
 
 class PriorityQueue(WaitingQueue):
@@ -95,10 +100,11 @@ class PriorityQueue(WaitingQueue):
             if other.priority > priority and other.precedence > precedence
         ]
 
-    def _precedence_of(self, request: Request) -> tuple[int, int]:
+    def _precedence_of(self, request: Request) -> tuple[int, int, int]:
         if self._ageing_ns:
-            return request.priority * self._ageing_ns + request.arrival_ns, request.sequence
-        return request.priority, request.sequence
+            aged = request.priority * self._ageing_ns + request.arrival_ns
+            return aged, request.sequence, request.index
+        return request.priority, request.sequence, request.index
 
 
 class FairQueue(WaitingQueue):
@@ -115,14 +121,20 @@ class FairQueue(WaitingQueue):
         self._shares = TenantShares()
 
     def add(self, request: Request) -> None:
-        """Queue a request, and open its tenant's account if need be."""
+        """Queue a request."""
         super().add(request)
         if request.account is None:
-            request.account = self._shares.open(request.tenant, request.weight)
+            raise InvariantError(f"request {request.request_id} has no account")
         line = self._lines.setdefault(request.account, [])
         if not line:
             self._shares.join(request.account, self._lines.keys() - {request.account})
         insort(line, request, key=_precedence)
+
+    def enter(self, request: Request) -> None:
+        """Give a request its precedence, and open its tenant's account if need be."""
+        super().enter(request)
+        if request.account is None:
+            request.account = self._shares.open(request.tenant, request.weight)
 
     def remove(self, request: Request) -> None:
         """Take a queued request out."""
@@ -159,9 +171,9 @@ class FairQueue(WaitingQueue):
         if request.account is not None:
             self._shares.charge(request.account, num_tokens)
 
-    def charge_rows(self, accounts: Int32Array, rows: Int32Array, num_new: Int32Array) -> None:
+    def charge_rows(self, accounts: Int32Array, num_new: Int32Array) -> None:
         """Charge the tenants of rows, all at once."""
-        self._shares.charge_many(accounts[rows], num_new)
+        self._shares.charge_many(accounts, num_new)
 
     def forget(self, request: Request) -> None:
         """Close the tenant's account with its last request, unless it was served ahead."""

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
@@ -22,6 +22,7 @@ from scheduler_svc.core.request import Request, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.engine_door import (
+    CacheState,
     GroupState,
     Load,
     ServerState,
@@ -65,6 +66,7 @@ class Engine:
         incarnation: int,
         worker_wait_s: float,
         observers: Sequence[StepObserver] = (),
+        after_turn: Callable[[], None] | None = None,
         tracer: StepTracer | None = None,
     ) -> None:
         self.serving = ServingFlag()
@@ -76,6 +78,7 @@ class Engine:
         self._recent = RecentSteps()
         self._observers = (self._recent, *observers, *([tracer] if tracer else []))
         self._tracer = tracer
+        self._after_turn = after_turn
         self._streams: dict[Request, RequestStream] = {}
         self._piles: dict[Request, Pile] = {}
         self._empty = asyncio.Event()
@@ -114,6 +117,8 @@ class Engine:
                 self._send_plans()
                 for landing in landings:
                     self._emit(landing)
+                if self._after_turn is not None:
+                    self._after_turn()
                 await self._mailbox.wait()
         finally:
             wait.cancel()
@@ -253,6 +258,7 @@ class Engine:
             prompt_tokens=account.num_prompt_tokens,
             output_tokens=account.num_output_tokens,
             cached_tokens=account.num_cached_tokens,
+            miss_reason=account.miss_reason.value if account.miss_reason else "",
             preemptions=account.num_preemptions,
             first_step=account.first_step_id,
             last_step=account.last_step_id,
@@ -345,6 +351,7 @@ class Engine:
                 recomputed_tokens=counters.recomputed_tokens,
             ),
             recent=self._recent.times(),
+            cache=CacheState(scheduler.hit_rate, dict(counters.prefix_misses)),
         )
 
     def server_state(self) -> ServerState:

@@ -203,6 +203,7 @@ class RequestStream:
             preemption_times_ns=tuple(
                 sorted(time_ns for member in members for time_ns in member.preemption_times_ns)
             ),
+            miss_reason=root.miss_reason,
         )
 
 

@@ -176,6 +176,6 @@ async def test_the_best_are_returned_and_counted(demo: Served, theirs: Oracle) -
 
 async def test_a_search_wider_than_a_step_is_refused(demo: Served) -> None:
     async with AsyncClient(demo.address) as client:
-        with pytest.raises(InvalidArgumentError, match="beam.width is 257") as refused:
+        with pytest.raises(InvalidArgumentError, match=r"beam\.width is 257") as refused:
             await client.complete(prompt="Hi", beam_width=257)
     assert refused.value.field == "beam.width"

@@ -4,7 +4,6 @@ import asyncio
 import json
 import sys
 from collections.abc import Iterator
-from typing import Unpack
 
 import pytest
 
@@ -17,7 +16,6 @@ STORY = PROMPTS[2]
 LONG = PROMPTS[-1]
 SEED = 11
 COUNT = 12
-SAMPLING = GenerateArguments(seed=SEED, temperature=0.9, max_tokens=COUNT, ignore_eos=True)
 
 Oracle = dict[str, list[int]]
 Alone = dict[str, list[list[int]]]
@@ -29,10 +27,16 @@ def demo() -> Iterator[Served]:
         yield served
 
 
-async def draw(
-    client: AsyncClient, prompt: str, n: int, **changes: Unpack[GenerateArguments]
-) -> Completion:
-    return await client.complete(**{**SAMPLING, "prompt": prompt, "n": n, **changes})
+def drawing(prompt: str, n: int, *, seed: int = SEED, stop: str | None = None) -> GenerateArguments:
+    return GenerateArguments(
+        prompt=prompt,
+        n=n,
+        seed=seed,
+        temperature=0.9,
+        max_tokens=COUNT,
+        ignore_eos=True,
+        stop=stop,
+    )
 
 
 def ids(completion: Completion) -> list[list[int]]:
@@ -42,20 +46,17 @@ def ids(completion: Completion) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def alone(demo: Served) -> Alone:
     """Three sequences of each prompt, drawn while nothing else runs."""
-
     with Client(demo.address) as client:
-        return {
-            prompt: ids(client.complete(prompt=prompt, n=3, **SAMPLING)) for prompt in (STORY, LONG)
-        }
+        return {prompt: ids(client.complete(**drawing(prompt, 3))) for prompt in (STORY, LONG)}
 
 
 async def test_four_sequences_differ_and_come_again_with_their_seed(demo: Served) -> None:
     async with AsyncClient(demo.address) as client:
         before = (await client.load()).totals
-        first = await draw(client, STORY, 4)
+        first = await client.complete(**drawing(STORY, 4))
         after = (await client.load()).totals
-        again = await draw(client, STORY, 4)
-        other = await draw(client, STORY, 4, seed=SEED + 1)
+        again = await client.complete(**drawing(STORY, 4))
+        other = await client.complete(**drawing(STORY, 4, seed=SEED + 1))
         load = await client.load()
     assert len({tuple(tokens) for tokens in ids(first)}) == 4
     assert [sequence.finished.sequence_index for sequence in first.sequences] == [0, 1, 2, 3]
@@ -69,7 +70,7 @@ async def test_four_sequences_differ_and_come_again_with_their_seed(demo: Served
 
 async def test_a_sequence_depends_on_its_index_and_not_on_n(demo: Served) -> None:
     async with AsyncClient(demo.address) as client:
-        completions = [await draw(client, STORY, n) for n in (4, 2, 1)]
+        completions = [await client.complete(**drawing(STORY, n)) for n in (4, 2, 1)]
     four, two, one = map(ids, completions)
     assert four[:2] == two
     assert four[:1] == one
@@ -77,7 +78,9 @@ async def test_a_sequence_depends_on_its_index_and_not_on_n(demo: Served) -> Non
 
 async def test_sequences_do_not_depend_on_what_else_runs(demo: Served, alone: Alone) -> None:
     async with AsyncClient(demo.address) as client:
-        together = await asyncio.gather(*(draw(client, prompt, 3) for prompt in alone))
+        together = await asyncio.gather(
+            *(client.complete(**drawing(prompt, 3)) for prompt in alone)
+        )
     assert list(map(ids, together)) == list(alone.values())
 
 
@@ -92,7 +95,7 @@ async def test_greedy_sequences_are_those_of_transformers(demo: Served, oracle: 
 
 async def test_a_stop_string_ends_one_sequence_and_leaves_the_others(demo: Served) -> None:
     async with AsyncClient(demo.address) as client:
-        whole = await draw(client, STORY, 4)
+        whole = await client.complete(**drawing(STORY, 4))
         texts = [sequence.text for sequence in whole.sequences]
         index, stop = next(
             (index, word)
@@ -100,7 +103,7 @@ async def test_a_stop_string_ends_one_sequence_and_leaves_the_others(demo: Serve
             for word in text.split()[3:]
             if sum(word in each for each in texts) == 1
         )
-        cut = await draw(client, STORY, 4, stop=stop)
+        cut = await client.complete(**drawing(STORY, 4, stop=stop))
         load = await client.load()
     for number, (sequence, text) in enumerate(zip(cut.sequences, texts, strict=True)):
         if number == index:
@@ -126,7 +129,9 @@ async def test_a_stop_string_ends_one_sequence_and_leaves_the_others(demo: Serve
 async def test_sequences_are_the_same_under(flags: tuple[str, ...], alone: Alone) -> None:
     with serving("demo", *flags) as served:
         async with AsyncClient(served.address) as client:
-            found = await asyncio.gather(*(draw(client, prompt, 3) for prompt in alone))
+            found = await asyncio.gather(
+                *(client.complete(**drawing(prompt, 3)) for prompt in alone)
+            )
             load = await client.load()
     assert list(map(ids, found)) == list(alone.values())
     assert (load.running, load.waiting, load.used_blocks) == (0, 0, 0)
