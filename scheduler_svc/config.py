@@ -152,6 +152,9 @@ class SchedulerSettings(BaseSettings):
     eviction_policy: Literal["lru", "reuse-aware"] = "lru"
     """Which idle block dies first. lru: used longest ago. reuse-aware: hit least."""
 
+    max_pinned_share: float = Field(default=0.0, ge=0, le=0.9, allow_inf_nan=False)
+    """Share of the blocks that may be pinned. A request must fit beside them, pinned or not."""
+
     kv_cache_metrics: CliImplicitFlag[bool] = False
     """Measure how long a sample of the blocks lives and how it is reused: three histograms."""
 

@@ -4,9 +4,12 @@ A block is published once all its ids are known and its keys and values are plan
 the step that writes it has answered, the name rests on the journal.
 """
 
+from array import array
+from itertools import takewhile
+
 import numpy as np
 
-from scheduler_svc.core.block_hash import BlockHash, HashAlgorithm
+from scheduler_svc.core.block_hash import BlockHash, ExtraKeys, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.hit_rate import HitRateWindow
@@ -60,6 +63,14 @@ class PrefixCache:
                 break
             hits.append(block)
         return hits
+
+    def find_prefix(self, tokens: "array[int]", extra: ExtraKeys, pool: BlockPool) -> list[BlockId]:
+        """Return the blocks that hold the leading whole blocks of some tokens."""
+        names = self._algorithm.hash_full_blocks(
+            memoryview(tokens), self._block_size, self._root, extra
+        )
+        found = takewhile(lambda block: block is not None, map(pool.lookup, names))
+        return [block for block in found if block is not None]
 
     def miss_reason(self, request: Request, num_hits: int, pool: BlockPool) -> MissReason:
         """Return why `find` gave a request no more than `num_hits` blocks."""

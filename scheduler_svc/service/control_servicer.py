@@ -84,6 +84,7 @@ class ControlServicer:
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
             waiting_tokens=load.waiting_tokens,
+            pinned_blocks=load.cache.pinned_blocks,
             totals=Totals(
                 steps=totals.steps,
                 prompt_tokens=totals.prompt_tokens,

@@ -30,4 +30,4 @@ def add_public_services(server: aio.Server, door: EngineDoor, front: FrontEnd) -
     add_servicer(
         server, control_pb2.DESCRIPTOR.services_by_name["Control"], ControlServicer(door, front)
     )
-    add_servicer(server, admin_pb2.DESCRIPTOR.services_by_name["Admin"], AdminServicer(door))
+    add_servicer(server, admin_pb2.DESCRIPTOR.services_by_name["Admin"], AdminServicer(door, front))

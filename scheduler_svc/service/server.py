@@ -29,6 +29,7 @@ from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.front_end import FrontEnd
 from scheduler_svc.service.group_events import Mailbox
 from scheduler_svc.service.health import HEALTH_SERVICE, Health
+from scheduler_svc.service.kv_watch import KvWatch
 from scheduler_svc.service.listener import Listener
 from scheduler_svc.service.metrics import (
     LoadCollector,
@@ -190,7 +191,11 @@ def _build(
         incarnation=incarnation,
         worker_wait_s=settings.worker_wait,
         observers=[StepMetrics(registry)],
-        after_turn=ResidencyMetrics(registry, residency).collect_lives if residency else None,
+        after_turn=KvWatch(
+            memory.pins,
+            mailbox.wake,
+            ResidencyMetrics(registry, residency) if residency else None,
+        ).turn,
         tracer=traces.steps if traces else None,
     )
     front = FrontEnd.for_model(
@@ -254,7 +259,11 @@ def _memory(settings: SchedulerSettings) -> KvMemory:
     residency = None
     if settings.kv_cache_metrics:
         residency = Residency(settings.kv_cache_metrics_sample, secrets.SystemRandom().random)
-    return KvMemory(EVICTION_POLICIES[settings.eviction_policy], residency)
+    return KvMemory(
+        EVICTION_POLICIES[settings.eviction_policy],
+        residency=residency,
+        max_pinned_share=settings.max_pinned_share,
+    )
 
 
 def _scheduler(

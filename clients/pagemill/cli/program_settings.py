@@ -29,6 +29,7 @@ SCHEDULER_SETTINGS = frozenset(
         "max_long_prefills",
         "max_model_len",
         "max_num_batched_tokens",
+        "max_pinned_share",
         "max_num_seqs",
         "max_waiting_requests",
         "max_waiting_tokens",

@@ -37,6 +37,7 @@ def serve(
     enable_prefix_caching: options.EnablePrefixCaching = None,
     prefix_caching_hash_algo: options.PrefixCachingHashAlgo = None,
     eviction_policy: options.EvictionPolicy = None,
+    max_pinned_share: options.MaxPinnedShare = None,
     kv_cache_metrics: options.KvCacheMetrics = None,
     kv_cache_metrics_sample: options.KvCacheMetricsSample = None,
     hash_seed: options.HashSeed = None,

@@ -265,6 +265,7 @@ class GetLoadResponse(_message.Message):
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
     RECENT_STEPS_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests that hold blocks."""
     waiting: _builtins.int
@@ -272,13 +273,15 @@ class GetLoadResponse(_message.Message):
     used_blocks: _builtins.int
     """Blocks in use by requests."""
     idle_cached_blocks: _builtins.int
-    """Blocks without a user whose content can still be hit."""
+    """Blocks without a user whose content can still be hit, pinned ones too."""
     free_blocks: _builtins.int
     """Empty blocks."""
     total_blocks: _builtins.int
     """Usable blocks: the sum of the three."""
     waiting_tokens: _builtins.int
     """Tokens of waiting requests."""
+    pinned_blocks: _builtins.int
+    """Blocks that a pin keeps, in use or idle: a part of used_blocks and idle_cached_blocks."""
     @_builtins.property
     def totals(self) -> Global___Totals:
         """Since start."""
@@ -299,10 +302,11 @@ class GetLoadResponse(_message.Message):
         waiting_tokens: _builtins.int = ...,
         totals: Global___Totals | None = ...,
         recent_steps: Global___StepTimes | None = ...,
+        pinned_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["recent_steps", b"recent_steps", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "idle_cached_blocks", b"idle_cached_blocks", "recent_steps", b"recent_steps", "running", b"running", "total_blocks", b"total_blocks", "totals", b"totals", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "idle_cached_blocks", b"idle_cached_blocks", "pinned_blocks", b"pinned_blocks", "recent_steps", b"recent_steps", "running", b"running", "total_blocks", b"total_blocks", "totals", b"totals", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

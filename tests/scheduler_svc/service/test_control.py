@@ -15,7 +15,7 @@ import tokenizers
 from grpc import aio
 
 from front_end_loopback import Loopback, facts, front_end, loopback
-from pagemill.v1.admin_pb2 import DrainRequest, FlushCacheRequest, PinRequest
+from pagemill.v1.admin_pb2 import DrainRequest, FlushCacheRequest
 from pagemill.v1.control_pb2 import (
     AbortRequest,
     ExplainRequest,
@@ -184,7 +184,6 @@ async def test_the_cache_can_be_flushed(served: Loopback) -> None:
 async def test_what_comes_later_says_so(served: Loopback) -> None:
     calls: dict[str, Awaitable[object]] = {
         "Control.Explain": served.control.Explain(ExplainRequest()),
-        "Admin.Pin": served.admin.Pin(PinRequest()),
         "Control.SubscribeKvEvents": anext(
             aiter(served.control.SubscribeKvEvents(SubscribeKvEventsRequest()))
         ),
