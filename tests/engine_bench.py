@@ -11,6 +11,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.engine_door import EngineDoor
 from scheduler_svc.service.group_events import Mailbox
+from scheduler_svc.service.kv_event_feed import KvEventFeed
 from scheduler_svc.service.kv_watch import KvWatch
 from scheduler_svc.service.step_record import StepRecord
 
@@ -28,6 +29,7 @@ class Bench:
         max_waiting: int = 64,
         worker_wait_s: float = 30.0,
         memory: KvMemory | None = None,
+        feed: KvEventFeed | None = None,
     ) -> None:
         limits = Limits(
             block_size=BLOCK_SIZE,
@@ -49,7 +51,7 @@ class Bench:
             incarnation=5,
             worker_wait_s=worker_wait_s,
             tracer=self,
-            after_turn=KvWatch(self.memory.pins, mailbox.wake, None).turn,
+            after_turn=KvWatch(self.memory, mailbox.wake, feed=feed).turn,
         )
         self.door: EngineDoor = self.engine
 

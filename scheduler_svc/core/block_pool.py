@@ -17,6 +17,7 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.evicted_names import EvictedNames
 from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId, FreeBlockQueue
+from scheduler_svc.core.kv_events import BlockRemoved, CacheCleared, KvEventLog
 from scheduler_svc.core.pins import Pin, PinEnd, Pins
 from scheduler_svc.core.residency import Residency
 
@@ -42,6 +43,7 @@ class BlockPool:
         "_residency",
         "_twins",
         "_users",
+        "events",
         "num_blocks",
     )
 
@@ -51,8 +53,11 @@ class BlockPool:
         eviction: EvictionPolicyMaker = LruEviction,
         residency: Residency | None = None,
         pins: Pins | None = None,
+        events: KvEventLog | None = None,
     ) -> None:
         self.num_blocks = num_blocks
+        self.events = events
+        """Hears of names that come and go. None: nobody listens."""
         self._now_ns = 0
         self._residency = residency
         self._pins = Pins() if pins is None else pins
@@ -183,12 +188,14 @@ class BlockPool:
         self._empty.push_front(empty)
         self._idle.add(named)
 
-    def publish(self, block: BlockId, name: BlockHash) -> None:
-        """Give a block in use its name, so that it can be hit."""
+    def publish(self, block: BlockId, name: BlockHash) -> bool:
+        """Give a block in use its name, so that it can be hit. False: another block has it too."""
         self._names[block] = name
-        if self._index.setdefault(name, block) != block:
-            self._twins.setdefault(name, []).append(block)
         self._idle.note_published(block, came_back=self._evicted.discard(name))
+        if self._index.setdefault(name, block) == block:
+            return True
+        self._twins.setdefault(name, []).append(block)
+        return False
 
     def retract(self, block: BlockId) -> None:
         """Take a block's name away, since its content is in doubt. No name: nothing happens."""
@@ -206,8 +213,13 @@ class BlockPool:
         for pin in list(self._pins):
             self.end_pin(pin.number, PinEnd.FLUSHED)
         named = [BlockId(b) for b, name in enumerate(self._names) if name is not None]
+        # One event stands for all names.
+        events, self.events = self.events, None
         for block in named:
             self.retract(block)
+        self.events = events
+        if events is not None:
+            events.add(CacheCleared())
         self._evicted.clear()
         if self._residency is not None:
             self._residency.clear()
@@ -260,6 +272,8 @@ class BlockPool:
         twins = self._twins.get(name)
         if twins is None:
             del self._index[name]
+            if self.events is not None:
+                self.events.add(BlockRemoved(name))
             return
         if self._index[name] == block:
             self._index[name] = twins.pop(0)

@@ -117,8 +117,17 @@ class PrefixCache:
         self, row: int, request: Request, num_full: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
         first = int(self._rows.num_published[row])
-        for i in range(first, num_full):
-            pool.publish(request.blocks[i], request.hashes[i])
+        blocks, names = request.blocks, request.hashes
+        fresh = [i for i in range(first, num_full) if pool.publish(blocks[i], names[i])]
+        if fresh and pool.events is not None:
+            adapter = request.extra.adapter
+            pool.events.add_stored(
+                names,
+                fresh,
+                memoryview(self._rows.tokens[row]),
+                self._block_size,
+                adapter.name if adapter else "",
+            )
         self._rows.num_published[row] = num_full
         return [(row, block) for block in request.blocks[first:num_full]]
 

@@ -5,19 +5,27 @@ from collections.abc import Callable
 
 import structlog
 
-from scheduler_svc.core.pins import Pins
+from scheduler_svc.core.kv_memory import KvMemory
+from scheduler_svc.service.kv_event_feed import KvEventFeed
 from scheduler_svc.service.metrics import ResidencyMetrics
 
 
 class KvWatch:
-    """Writes down pins that ended and lives that ended, and wakes the loop when a pin is due."""
+    """Hands on events, pins that ended and lives that ended; wakes the loop when a pin is due."""
 
     def __init__(
-        self, pins: Pins, wake: Callable[[], None], residency: ResidencyMetrics | None
+        self,
+        memory: KvMemory,
+        wake: Callable[[], None],
+        *,
+        residency: ResidencyMetrics | None = None,
+        feed: KvEventFeed | None = None,
     ) -> None:
-        self._pins = pins
+        self._pins = memory.pins
+        self._events = memory.events
         self._wake = wake
         self._residency = residency
+        self._feed = feed
         self._due_ns: int | None = None
         self._log = structlog.get_logger("kv_memory")
 
@@ -28,6 +36,8 @@ class KvWatch:
         """
         if self._residency is not None:
             self._residency.collect_lives()
+        if self._events is not None and self._feed is not None:
+            self._feed.publish(self._events.take())
         for pin in self._pins.take_ended():
             self._log.info("pin ended", pin=pin.number, cause=pin.cause.value)
         if self._pins.num_blocks:

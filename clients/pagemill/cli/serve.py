@@ -38,6 +38,8 @@ def serve(
     prefix_caching_hash_algo: options.PrefixCachingHashAlgo = None,
     eviction_policy: options.EvictionPolicy = None,
     max_pinned_share: options.MaxPinnedShare = None,
+    enable_kv_cache_events: options.EnableKvCacheEvents = None,
+    kv_events_buffer: options.KvEventsBuffer = None,
     kv_cache_metrics: options.KvCacheMetrics = None,
     kv_cache_metrics_sample: options.KvCacheMetricsSample = None,
     hash_seed: options.HashSeed = None,

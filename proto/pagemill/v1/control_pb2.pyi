@@ -512,7 +512,9 @@ class SubscribeKvEventsRequest(_message.Message):
 
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
     from_sequence: _builtins.int
-    """First event wanted. Unset: a snapshot, then what follows."""
+    """First event wanted, as one more than the last one seen. Unset, or not kept any more, or of
+    an earlier server: a snapshot, then what follows.
+    """
     def __init__(
         self,
         *,
@@ -536,9 +538,13 @@ class SubscribeKvEventsResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Number of the first event of the message. Numbers have no gaps."""
+    """Number of the first event of the message. Numbers have no gaps, and do not start at 0. In a
+    snapshot, the number of the first event behind it.
+    """
     snapshot: _builtins.bool
-    """True: the message belongs to a snapshot."""
+    """True: the message belongs to a snapshot, which begins with `cleared`. A child may come before
+    its parent.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
         """In order."""
@@ -620,7 +626,7 @@ class BlocksStored(_message.Message):
     parent_hash: _builtins.bytes
     """Empty: the first is a root block."""
     token_ids: _builtins.bytes
-    """Tokens of the blocks, packed."""
+    """Tokens of the blocks, packed little-endian int32."""
     block_size: _builtins.int
     """Tokens in a block."""
     adapter: _builtins.str
