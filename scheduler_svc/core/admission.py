@@ -41,11 +41,11 @@ def admit_waiting(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_
 def _look_ahead(state: SchedulerState, draft: StepDraft) -> None:
     """Note what the rows that run will still need for the tokens they know."""
     rows, block_size = state.rows, state.limits.block_size
-    order = draft.rows
-    known = rows.num_tokens[order]
-    lacking = -(-known // block_size) - rows.num_blocks[order]
+    lacking = -(-rows.num_tokens // block_size) - rows.num_blocks
     draft.promised_blocks = int(np.maximum(lacking, 0).sum())
-    gap = known - rows.num_computed[order]
+    gap = rows.num_tokens - rows.num_computed
+    for request, num_new in zip(draft.admitted, draft.admitted_num_new, strict=True):
+        gap[rows.row_of(request)] += num_new
     draft.num_long_prefills = int(np.count_nonzero(gap > state.limits.max_row_tokens))
 
 
@@ -83,7 +83,7 @@ def _claim(
         row, has_room = rows.row_of(victim), True
         promised = -(-int(rows.num_tokens[row]) // block_size) - len(victim.blocks)
         lacking -= pool.count_own(set(victim.blocks).difference(hits)) + max(0, promised)
-        budget += int(draft.num_new[draft.rows == row].sum())
+        budget += int(draft.num_new[row])
     if budget <= 0 or not victims:
         return False
     for victim in victims:
@@ -122,7 +122,7 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     needed = -(-(num_hit + count) // block_size) - len(hits)
     request.blocks = [*hits, *pool.allocate(needed)]
     _count_admission(state, request, num_hit, pool)
-    row = state.rows.take(request, num_hit + count, count)
+    row = state.rows.take(request, num_hit + count)
     draft.published += state.prefixes.publish_prompt(row, request, len(hits), pool)
     draft.add(request, count)
     draft.promised_blocks += -(-request.num_tokens // block_size) - len(request.blocks)

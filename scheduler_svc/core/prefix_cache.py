@@ -16,7 +16,6 @@ from scheduler_svc.core.hit_rate import HitRateWindow
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.request import MissReason, Request
 from scheduler_svc.core.rows import Rows
-from scheduler_svc.core.step_plan import Int32Array
 
 
 class PrefixCache:
@@ -99,18 +98,19 @@ class PrefixCache:
         rows.num_published[row] = num_hits
         return self._publish(row, request, num_full, pool) if self.enabled else []
 
-    def publish_filled(self, candidates: Int32Array, pool: BlockPool) -> None:
-        """Name the blocks of running rows that have become full. Shape: candidates [R]."""
+    def publish_filled(self, pool: BlockPool) -> None:
+        """Name the blocks of running rows that have become full."""
         if not self.enabled:
             return
-        rows = self._rows
-        full = np.minimum(rows.num_computed[candidates], rows.num_tokens[candidates])
-        full //= self._block_size
-        grown = full > rows.num_published[candidates]
-        for row, num_full in zip(candidates[grown].tolist(), full[grown].tolist(), strict=True):
+        rows, block_size = self._rows, self._block_size
+        filled = np.minimum(rows.num_computed, rows.num_tokens)
+        grown = np.flatnonzero(filled - rows.num_published * block_size >= block_size)
+        if not len(grown):
+            return
+        for row, num_tokens in zip(grown.tolist(), filled[grown].tolist(), strict=True):
             request = rows.owner(row)
-            num_tokens = num_full * self._block_size
             self._extend_hashes(request, memoryview(rows.tokens[row]), num_tokens)
+            num_full = num_tokens // block_size
             self._journal.note_published(self._publish(row, request, num_full, pool))
 
     def _publish(

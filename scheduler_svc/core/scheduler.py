@@ -280,6 +280,7 @@ class Scheduler:
         state = self._state
         if state.pool is not None:
             state.pool.check([request.blocks for request in state.live.values()])
+        state.rows.check()
         running = state.rows.running
         if sorted(r.precedence for r in running) != [r.precedence for r in running]:
             raise InvariantError("running requests are not in order of precedence")
