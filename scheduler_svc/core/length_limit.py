@@ -29,7 +29,7 @@ def length_limit(request: Request, limits: Limits, pool: BlockPool | None) -> in
     if pool is None:
         return longest if wanted is None else prompt + wanted
     # The last token is sampled, but never stored.
-    slots = pool.num_blocks * limits.block_size
+    slots = pool.num_unpinnable * limits.block_size
     if wanted is None and prompt <= slots:
         return min(longest, slots + 1)
     needed = prompt + (wanted or 1) - 1
@@ -37,6 +37,12 @@ def length_limit(request: Request, limits: Limits, pool: BlockPool | None) -> in
         raise NeverFitsError(
             "prompt",
             f"prompt of {prompt} tokens and max_tokens of {wanted or 1} need {needed} slots of "
-            f"KV memory, the whole pool has {slots}",
+            f"KV memory, {_what_has(pool)} {slots}",
         )
     return needed + 1
+
+
+def _what_has(pool: BlockPool) -> str:
+    if pool.num_unpinnable < pool.num_blocks:
+        return "the pool less what may be pinned has"
+    return "the whole pool has"
