@@ -152,6 +152,15 @@ class SchedulerSettings(BaseSettings):
     eviction_policy: Literal["lru", "reuse-aware"] = "lru"
     """Which idle block dies first. lru: used longest ago. reuse-aware: hit least."""
 
+    max_pinned_share: float = Field(default=0.0, ge=0, le=0.9, allow_inf_nan=False)
+    """Share of the blocks that may be pinned. A request must fit beside them, pinned or not."""
+
+    enable_kv_cache_events: CliImplicitFlag[bool] = False
+    """Tell subscribers which prefixes are cached. Costs memory for each block's tokens."""
+
+    kv_events_buffer: int = Field(default=65536, ge=1, le=2**24)
+    """Events kept for replay; a subscriber that falls further behind is ended."""
+
     kv_cache_metrics: CliImplicitFlag[bool] = False
     """Measure how long a sample of the blocks lives and how it is reused: three histograms."""
 

@@ -5,11 +5,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 
 from fake_group import FakeGroup
+from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.engine_door import EngineDoor
 from scheduler_svc.service.group_events import Mailbox
+from scheduler_svc.service.kv_event_feed import KvEventFeed
+from scheduler_svc.service.kv_watch import KvWatch
 from scheduler_svc.service.step_record import StepRecord
 
 BLOCK_SIZE = 4
@@ -20,7 +23,13 @@ class Bench:
     """An engine over a fake group. It observes the steps, and traces every other one."""
 
     def __init__(
-        self, *, depth: int = 2, max_waiting: int = 64, worker_wait_s: float = 30.0
+        self,
+        *,
+        depth: int = 2,
+        max_waiting: int = 64,
+        worker_wait_s: float = 30.0,
+        memory: KvMemory | None = None,
+        feed: KvEventFeed | None = None,
     ) -> None:
         limits = Limits(
             block_size=BLOCK_SIZE,
@@ -31,7 +40,8 @@ class Bench:
             pipeline_depth=depth,
         )
         self.records: list[StepRecord] = []
-        self.scheduler = Scheduler(limits)
+        self.memory = memory or KvMemory()
+        self.scheduler = Scheduler(limits, memory=self.memory)
         mailbox = Mailbox()
         self.group = FakeGroup(mailbox, BLOCK_SIZE)
         self.engine = Engine(
@@ -41,6 +51,7 @@ class Bench:
             incarnation=5,
             worker_wait_s=worker_wait_s,
             tracer=self,
+            after_turn=KvWatch(self.memory, mailbox.wake, feed=feed).turn,
         )
         self.door: EngineDoor = self.engine
 

@@ -2,11 +2,17 @@
 
 import asyncio
 import time
+from array import array
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from scheduler_svc.core.errors import DuplicateRequestError, RequestError, UnavailableError
+from scheduler_svc.core.errors import (
+    DuplicateRequestError,
+    RequestError,
+    UnavailableError,
+    UnknownPinError,
+)
 from scheduler_svc.core.request import FinishReason, MissReason
 from scheduler_svc.service.engine_door import (
     Accepted,
@@ -170,6 +176,7 @@ class FakeDoor:
         self.num_left = 0
         self.live: dict[str, FakeStream] = {}
         self.num_steps = 0
+        self.pins: dict[str, tuple[list[int], bytes, float]] = {}
         self.draining = False
         self.recent: StepTimes | None = None
         self._empty = asyncio.Event()
@@ -224,6 +231,18 @@ class FakeDoor:
         """Describe a group with one worker."""
         worker = WorkerState(0, 77, "cpu", "float32", "idle")
         return ServerState(42, self.draining, (GroupState(0, True, 3, 10, (worker,), "f1"),))
+
+    def pin(self, tokens: "array[int]", salt: bytes, time_to_live_s: float) -> tuple[str, int]:
+        """Pin every whole block of four tokens."""
+        if self.refuse is not None:
+            raise self.refuse
+        self.pins["p1"] = (tokens.tolist(), salt, time_to_live_s)
+        return "p1", len(tokens) // 4
+
+    def unpin(self, pin_id: str) -> None:
+        """Let go of a pin."""
+        if self.pins.pop(pin_id, None) is None:
+            raise UnknownPinError("no such pin")
 
     def flush_cache(self) -> int:
         """Forget two blocks."""

@@ -4,6 +4,7 @@ users  name   meaning                                   may be handed out
 > 0    set    in use, shareable                         no
 > 0    none   being written                             no
 0      set    idle, content kept, can be hit            after the empty ones
+0      set    idle and pinned                           no
 0      none   empty                                     yes
 """
 
@@ -16,6 +17,8 @@ from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.evicted_names import EvictedNames
 from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId, FreeBlockQueue
+from scheduler_svc.core.kv_events import BlockRemoved, CacheCleared, KvEventLog
+from scheduler_svc.core.pins import Pin, PinEnd, Pins
 from scheduler_svc.core.residency import Residency
 
 
@@ -35,9 +38,12 @@ class BlockPool:
         "_index",
         "_names",
         "_now_ns",
+        "_num_pinned_idle",
+        "_pins",
         "_residency",
         "_twins",
         "_users",
+        "events",
         "num_blocks",
     )
 
@@ -46,10 +52,16 @@ class BlockPool:
         num_blocks: int,
         eviction: EvictionPolicyMaker = LruEviction,
         residency: Residency | None = None,
+        pins: Pins | None = None,
+        events: KvEventLog | None = None,
     ) -> None:
         self.num_blocks = num_blocks
+        self.events = events
+        """Hears of names that come and go. None: nobody listens."""
         self._now_ns = 0
         self._residency = residency
+        self._pins = Pins() if pins is None else pins
+        self._num_pinned_idle = 0
         self._empty = FreeBlockQueue(num_blocks)
         self._idle = eviction(num_blocks)
         self._users = [0] * (num_blocks + 1)
@@ -60,13 +72,13 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks without a user: empty, or idle with content."""
+        """Blocks that may be handed out: empty, or idle with content and not pinned."""
         return len(self._empty) + len(self._idle)
 
     @property
     def num_idle_cached(self) -> int:
-        """Blocks without a user whose content can be hit."""
-        return len(self._idle)
+        """Blocks without a user whose content can be hit, pinned ones too."""
+        return len(self._idle) + self._num_pinned_idle
 
     @property
     def num_empty(self) -> int:
@@ -76,11 +88,24 @@ class BlockPool:
     @property
     def num_used(self) -> int:
         """Blocks with a user."""
-        return self.num_blocks - self.num_free
+        return self.num_blocks - self.num_free - self._num_pinned_idle
+
+    @property
+    def num_pinned(self) -> int:
+        """Pinned blocks, in use or idle."""
+        return self._pins.num_blocks
+
+    @property
+    def num_unpinnable(self) -> int:
+        """Blocks that no pin can ever take: a request that needs no more fits some day."""
+        return self.num_blocks - self._pins.max_blocks
 
     def set_time(self, now_ns: int) -> None:
-        """Say when what follows happens: once a step."""
+        """Say when what follows happens: once a step. Pins whose time is over end."""
         self._now_ns = now_ns
+        if self._pins.num_blocks:
+            for number in self._pins.expired(now_ns):
+                self.end_pin(number, PinEnd.EXPIRED)
 
     def lookup(self, name: BlockHash) -> BlockId | None:
         """Return a block with this name, or None. Changes nothing."""
@@ -91,14 +116,14 @@ class BlockPool:
         return name in self._evicted
 
     def count_idle(self, blocks: Iterable[BlockId]) -> int:
-        """Return how many of the blocks have no user, so that sharing them takes free ones."""
-        users = self._users
-        return sum(1 for block in blocks if users[block] == 0)
+        """Return how many of the blocks are free, so that sharing them takes free ones."""
+        users, pins = self._users, self._pins
+        return sum(1 for block in blocks if users[block] == 0 and block not in pins)
 
     def count_own(self, blocks: Iterable[BlockId]) -> int:
         """Return how many of the blocks have no other user, so that releasing them frees them."""
-        users = self._users
-        return sum(1 for block in blocks if users[block] == 1)
+        users, pins = self._users, self._pins
+        return sum(1 for block in blocks if users[block] == 1 and block not in pins)
 
     def num_users(self, block: BlockId) -> int:
         """Return how many hold a block."""
@@ -119,7 +144,10 @@ class BlockPool:
         users, idle = self._users, self._idle
         for block in blocks:
             if users[block] == 0:
-                idle.remove(block)
+                if block in self._pins:
+                    self._num_pinned_idle -= 1
+                else:
+                    idle.remove(block)
             users[block] += 1
         idle.note_hits(blocks)
         if self._residency is not None:
@@ -150,27 +178,35 @@ class BlockPool:
 
         Empty blocks are handed out before all others, the latest first.
         """
-        users, names = self._users, self._names
+        users, names, pins = self._users, self._names, self._pins
         empty: list[BlockId] = []
         named: list[BlockId] = []
         for block in blocks:
             users[block] -= 1
-            if users[block] == 0:
+            if users[block]:
+                continue
+            if block in pins:
+                self._num_pinned_idle += 1
+            else:
                 (empty if names[block] is None else named).append(block)
         self._empty.push_front(empty)
         self._idle.add(named)
 
-    def publish(self, block: BlockId, name: BlockHash) -> None:
-        """Give a block in use its name, so that it can be hit."""
+    def publish(self, block: BlockId, name: BlockHash) -> bool:
+        """Give a block in use its name, so that it can be hit. False: another block has it too."""
         self._names[block] = name
-        if self._index.setdefault(name, block) != block:
-            self._twins.setdefault(name, []).append(block)
         self._idle.note_published(block, came_back=self._evicted.discard(name))
+        if self._index.setdefault(name, block) == block:
+            return True
+        self._twins.setdefault(name, []).append(block)
+        return False
 
     def retract(self, block: BlockId) -> None:
         """Take a block's name away, since its content is in doubt. No name: nothing happens."""
         if self._names[block] is None:
             return
+        if block in self._pins:
+            self._let_go(self._pins.cut_at(block))
         self._forget(block)
         if self._users[block] == 0:
             self._idle.remove(block)
@@ -178,13 +214,51 @@ class BlockPool:
 
     def flush(self) -> int:
         """Take every name away and return how many there were. Users keep their blocks."""
+        for pin in list(self._pins):
+            self.end_pin(pin.number, PinEnd.FLUSHED)
         named = [BlockId(b) for b, name in enumerate(self._names) if name is not None]
+        # One event stands for all names.
+        events, self.events = self.events, None
         for block in named:
             self.retract(block)
+        self.events = events
+        if events is not None:
+            events.add(CacheCleared())
         self._evicted.clear()
         if self._residency is not None:
             self._residency.clear()
         return len(named)
+
+    def pin(self, blocks: Sequence[BlockId], expires_ns: int) -> Pin:
+        """Keep named blocks, in use or idle, whatever else wants the memory.
+
+        Raises: PinQuotaError. Nothing is changed then.
+        """
+        pin, fresh = self._pins.add(blocks, expires_ns)
+        for block in fresh:
+            if self._users[block] == 0:
+                self._idle.remove(block)
+                self._num_pinned_idle += 1
+        return pin
+
+    def end_pin(self, number: int, cause: PinEnd) -> bool:
+        """End a pin. Blocks of it without a user become idle, the last first. False: no such."""
+        freed = self._pins.end(number, cause)
+        if freed is None:
+            return False
+        self._let_go(freed)
+        return True
+
+    def break_oldest_pin(self) -> bool:
+        """End the oldest pin, since nothing goes on otherwise. False: there is none."""
+        oldest = next(iter(self._pins), None)
+        return oldest is not None and self.end_pin(oldest.number, PinEnd.BROKEN)
+
+    def _let_go(self, blocks: Iterable[BlockId]) -> None:
+        """Make blocks idle that no pin holds any more and that have no user."""
+        idle = [block for block in blocks if self._users[block] == 0]
+        self._num_pinned_idle -= len(idle)
+        self._idle.add(idle)
 
     def _evict(self, block: BlockId) -> None:
         name = self._names[block]
@@ -202,6 +276,8 @@ class BlockPool:
         twins = self._twins.get(name)
         if twins is None:
             del self._index[name]
+            if self.events is not None:
+                self.events.add(BlockRemoved(name))
             return
         if self._index[name] == block:
             self._index[name] = twins.pop(0)
@@ -223,9 +299,15 @@ class BlockPool:
         for block in range(1, self.num_blocks + 1):
             users = self._users[block]
             _require(users == expected[BlockId(block)], f"block {block} has {users} users")
-            _require((users == 0) == (block in free), f"block {block} is lost or free in use")
+            kept = users > 0 or BlockId(block) in self._pins
+            _require(kept != (block in free), f"block {block} is lost or free in use")
         _require(all(self._names[block] is None for block in empty), "an empty block has a name")
         _require(all(self._names[block] is not None for block in idle), "an idle block has no name")
+        pinned = {block for pin in self._pins for block in pin.blocks}
+        _require(len(pinned) == self.num_pinned, "pinned blocks miscounted")
+        _require(all(self._names[block] is not None for block in pinned), "a pin has no name")
+        unused = sum(1 for block in pinned if self._users[block] == 0)
+        _require(unused == self._num_pinned_idle, "idle pinned blocks miscounted")
         named: dict[BlockHash, list[BlockId]] = {}
         for number, name in enumerate(self._names):
             if name is not None:

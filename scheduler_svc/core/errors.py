@@ -6,6 +6,9 @@ RequestError               the caller's fault, or a limit the caller met
  ├ DuplicateRequestError   a live request has this id
  ├ QueueFullError          too many requests wait
  ├ UnknownModelError       no such model is served
+ ├ PinQuotaError        more blocks would be pinned than may be
+ ├ PrefixNotCachedError nothing of a prefix to pin is in the cache
+ ├ UnknownPinError      no such pin
  ├ NotServedError          a field of the protocol that this version does not serve
  ├ UnavailableError        no worker, or draining
  ├ SlowReaderError         the caller reads more slowly than its tokens come
@@ -52,6 +55,18 @@ class UnavailableError(_RetryableError):
 
 class UnknownModelError(RequestError):
     """No model of this name is served."""
+
+
+class PinQuotaError(RequestError):
+    """More blocks would be pinned than may be, or as many pins are there as may be."""
+
+
+class PrefixNotCachedError(RequestError):
+    """Nothing of the prefix to pin is in the cache."""
+
+
+class UnknownPinError(RequestError):
+    """No pin has this id: it never was, or has ended."""
 
 
 class NotServedError(RequestError):

@@ -29,17 +29,17 @@ def length_limit(request: Request, limits: Limits, pool: BlockPool | None) -> in
     if pool is None:
         return longest if wanted is None else prompt + wanted
     # The last token is sampled, but never stored.
-    width = request.width if request.awaits_fork else 1
-    slots = num_slots(prompt, width, limits.block_size, pool.num_blocks)
+    width = request.width if request.awaits_fork or request.beam else 1
+    slots = num_slots(prompt, width, limits.block_size, pool.num_unpinnable)
     if wanted is None and prompt <= slots:
         return min(longest, slots + 1)
     needed = prompt + (wanted or 1) - 1
     if needed > slots:
-        family = f" for each of {width} sequences, which share the prompt," if width > 1 else ""
+        family = f" for each of {width} sequences that share the prompt" if width > 1 else ""
         raise NeverFitsError(
             "prompt",
             f"prompt of {prompt} tokens and max_tokens of {wanted or 1} need {needed} slots of "
-            f"KV memory{family}, the whole pool has {slots}",
+            f"KV memory{family}, {_what_has(pool)} {slots}",
         )
     return needed + 1
 
@@ -71,3 +71,9 @@ def num_slots(num_prompt_tokens: int, width: int, block_size: int, num_blocks: i
     if own == 0 and -(-num_prompt_tokens // block_size) <= num_blocks:
         return num_prompt_tokens
     return (shared + own) * block_size
+
+
+def _what_has(pool: BlockPool) -> str:
+    if pool.num_unpinnable < pool.num_blocks:
+        return "the pool less what may be pinned has"
+    return "the whole pool has"

@@ -4,9 +4,12 @@ A block is published once all its ids are known and its keys and values are plan
 the step that writes it has answered, the name rests on the journal.
 """
 
+from array import array
+from itertools import takewhile
+
 import numpy as np
 
-from scheduler_svc.core.block_hash import BlockHash, HashAlgorithm
+from scheduler_svc.core.block_hash import BlockHash, ExtraKeys, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.hit_rate import HitRateWindow
@@ -60,6 +63,14 @@ class PrefixCache:
             hits.append(block)
         return hits
 
+    def find_prefix(self, tokens: "array[int]", extra: ExtraKeys, pool: BlockPool) -> list[BlockId]:
+        """Return the blocks that hold the leading whole blocks of some tokens."""
+        names = self._algorithm.hash_full_blocks(
+            memoryview(tokens), self._block_size, self._root, extra
+        )
+        found = takewhile(lambda block: block is not None, map(pool.lookup, names))
+        return [block for block in found if block is not None]
+
     def miss_reason(self, request: Request, num_hits: int, pool: BlockPool) -> MissReason:
         """Return why `find` gave a request no more than `num_hits` blocks."""
         if not self.enabled:
@@ -106,8 +117,17 @@ class PrefixCache:
         self, row: int, request: Request, num_full: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
         first = int(self._rows.num_published[row])
-        for i in range(first, num_full):
-            pool.publish(request.blocks[i], request.hashes[i])
+        blocks, names = request.blocks, request.hashes
+        fresh = [i for i in range(first, num_full) if pool.publish(blocks[i], names[i])]
+        if fresh and pool.events is not None:
+            adapter = request.extra.adapter
+            pool.events.add_stored(
+                names,
+                fresh,
+                memoryview(self._rows.tokens[row]),
+                self._block_size,
+                adapter.name if adapter else "",
+            )
         self._rows.num_published[row] = num_full
         return [(row, block) for block in request.blocks[first:num_full]]
 

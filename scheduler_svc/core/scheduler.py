@@ -1,7 +1,9 @@
 """The scheduler: who runs in the next step, with which blocks, and what a result changes."""
 
+from array import array
+
 from scheduler_svc.core.admission import admit_waiting
-from scheduler_svc.core.block_hash import BlockHash, HashAlgorithm
+from scheduler_svc.core.block_hash import BlockHash, ExtraKeys, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.consistency import check_state
 from scheduler_svc.core.continuation import continue_running
@@ -19,6 +21,8 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.length_limit import check_width, length_limit
 from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.pinning import pin_prefix, unpin
+from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.results import apply_result
@@ -105,6 +109,11 @@ class Scheduler:
     def hit_rate(self) -> float:
         """Share of tokens found in the prefix cache, over the latest 1,000 requests."""
         return self._state.prefixes.hit_rate.rate
+
+    @property
+    def num_broken_pins(self) -> int:
+        """Pins broken since start, since nothing went on otherwise."""
+        return self._memory.pins.num_broken
 
     @property
     def has_work(self) -> bool:
@@ -231,6 +240,14 @@ class Scheduler:
         """Take every block's name away; return how many there were."""
         return self._state.pool.flush() if self._state.pool else 0
 
+    def pin(self, tokens: "array[int]", extra: ExtraKeys, expires_ns: int) -> Pin:
+        """Keep what is cached of a prefix until then; see `pin_prefix` for what it raises."""
+        return pin_prefix(self._state, tokens, extra, expires_ns)
+
+    def unpin(self, number: int) -> bool:
+        """Let go of a pin. False: there is no such pin."""
+        return unpin(self._state, number)
+
     # A step's life.
 
     def schedule(self, now_ns: int) -> StepPlan | None:
@@ -256,6 +273,8 @@ class Scheduler:
             admit_waiting(state, draft, pool, now_ns)
         if not draft.has_rows:
             if state.live and not self.num_in_flight:
+                if pool.break_oldest_pin():
+                    return self.schedule(now_ns)
                 raise InvariantError(
                     f"no progress: {self.num_running} running, {self.num_waiting} waiting, "
                     f"{pool.num_free} of {pool.num_blocks} blocks free"

@@ -1,20 +1,32 @@
 """The RPCs of pagemill.v1.Admin. Those it lacks are not served yet."""
 
+from array import array
+
 from pagemill.v1.admin_pb2 import (
     DrainRequest,
     DrainResponse,
     FlushCacheRequest,
     FlushCacheResponse,
+    PinRequest,
+    PinResponse,
+    UnpinRequest,
+    UnpinResponse,
 )
+from scheduler_svc.core.errors import InvalidRequestError
 from scheduler_svc.service.engine_door import EngineDoor
+from scheduler_svc.service.field_bounds import MAX_SALT_BYTES, Interval, check_token_ids
+from scheduler_svc.service.front_end import FrontEnd
 from scheduler_svc.service.rpc_handlers import Context
+
+_TIME_TO_LIVE_S = Interval(0, 30 * 86400, above_low=True)
 
 
 class AdminServicer:
     """Changing what the server does. Methods raise RequestError."""
 
-    def __init__(self, door: EngineDoor) -> None:
+    def __init__(self, door: EngineDoor, front: FrontEnd) -> None:
         self._door = door
+        self._front = front
 
     async def Drain(self, request: DrainRequest, _context: Context) -> DrainResponse:
         """Refuse new requests and wait for the live ones, as long as the call lasts; or resume."""
@@ -29,3 +41,27 @@ class AdminServicer:
     ) -> FlushCacheResponse:
         """Forget every cached prefix."""
         return FlushCacheResponse(num_blocks=self._door.flush_cache())
+
+    async def Pin(self, request: PinRequest, _context: Context) -> PinResponse:
+        """Keep what is cached of a prefix."""
+        front = self._front
+        front.model_name(request.model)
+        ids, salt = request.token_ids, request.salt.encode()
+        if not 1 <= len(ids) <= front.limits.max_model_len:
+            raise InvalidRequestError(
+                "token_ids",
+                f"token_ids has {len(ids)} ids, must have 1 to {front.limits.max_model_len}",
+            )
+        check_token_ids("token_ids", ids, front.facts.vocab_size)
+        _TIME_TO_LIVE_S.check("time_to_live_s", request.time_to_live_s)
+        if len(salt) > MAX_SALT_BYTES:
+            raise InvalidRequestError(
+                "salt", f"salt has {len(salt)} bytes, must have at most {MAX_SALT_BYTES}"
+            )
+        pin_id, num_blocks = self._door.pin(array("i", ids), salt, request.time_to_live_s)
+        return PinResponse(pin_id=pin_id, num_blocks=num_blocks)
+
+    async def Unpin(self, request: UnpinRequest, _context: Context) -> UnpinResponse:
+        """Let go of a pinned prefix."""
+        self._door.unpin(request.pin_id)
+        return UnpinResponse()

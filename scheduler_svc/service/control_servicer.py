@@ -1,6 +1,7 @@
 """The RPCs of pagemill.v1.Control. Those it lacks are not served yet."""
 
 from collections.abc import AsyncGenerator
+from contextlib import aclosing
 
 from pagemill.v1.control_pb2 import (
     AbortRequest,
@@ -14,13 +15,17 @@ from pagemill.v1.control_pb2 import (
     GetTokenizerRequest,
     GetTokenizerResponse,
     StepTimes,
+    SubscribeKvEventsRequest,
+    SubscribeKvEventsResponse,
     Totals,
     WorkerGroupInfo,
     WorkerInfo,
 )
-from scheduler_svc.core.errors import InvalidRequestError
+from scheduler_svc.core.errors import InvalidRequestError, RequestError
 from scheduler_svc.service.engine_door import EngineDoor, GroupState
 from scheduler_svc.service.front_end import FrontEnd
+from scheduler_svc.service.kv_event_feed import KvEventFeed
+from scheduler_svc.service.kv_event_messages import to_message
 from scheduler_svc.service.rpc_handlers import Context
 from scheduler_svc.service.status import UnknownRequestError
 from scheduler_svc.service.tokenizer_archive import TokenizerArchive
@@ -32,8 +37,10 @@ _CHUNK_BYTES = 1 << 20
 class ControlServicer:
     """Looking at the server, and stopping single requests. Methods raise RequestError."""
 
-    def __init__(self, door: EngineDoor, front: FrontEnd) -> None:
+    def __init__(self, door: EngineDoor, front: FrontEnd, feed: KvEventFeed | None = None) -> None:
+        """Without `feed`, events are off."""
         self._door = door
+        self._feed = feed
         self._front = front
         self._archive = TokenizerArchive(front.facts)
 
@@ -84,6 +91,7 @@ class ControlServicer:
             free_blocks=load.free_blocks,
             total_blocks=load.total_blocks,
             waiting_tokens=load.waiting_tokens,
+            pinned_blocks=load.cache.pinned_blocks,
             totals=Totals(
                 steps=totals.steps,
                 prompt_tokens=totals.prompt_tokens,
@@ -120,6 +128,17 @@ class ControlServicer:
             yield GetTokenizerResponse(
                 chunk=content[start:end], sha256=sha256 if end >= len(content) else ""
             )
+
+    async def SubscribeKvEvents(
+        self, request: SubscribeKvEventsRequest, _context: Context
+    ) -> AsyncGenerator[SubscribeKvEventsResponse, None]:
+        """Stream changes of the prefix cache, as long as the call lasts."""
+        if self._feed is None:
+            raise RequestError("KV events are off: see enable_kv_cache_events")
+        start = request.from_sequence if request.HasField("from_sequence") else None
+        async with aclosing(self._feed.follow(start)) as batches:
+            async for batch in batches:
+                yield to_message(batch)
 
     async def Abort(self, request: AbortRequest, _context: Context) -> AbortResponse:
         """End live requests."""

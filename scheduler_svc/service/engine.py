@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -16,19 +17,14 @@ from scheduler_svc.core.errors import (
     RequestError,
     SlowReaderError,
     UnavailableError,
+    UnknownPinError,
 )
 from scheduler_svc.core.plan_pacing import PlanPacing
 from scheduler_svc.core.request import Request, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepPlan
-from scheduler_svc.service.engine_door import (
-    CacheState,
-    GroupState,
-    Load,
-    ServerState,
-    Submission,
-    Totals,
-)
+from scheduler_svc.service.engine_door import GroupState, Load, ServerState, Submission
+from scheduler_svc.service.engine_load import load_of
 from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
 from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
@@ -66,7 +62,7 @@ class Engine:
         incarnation: int,
         worker_wait_s: float,
         observers: Sequence[StepObserver] = (),
-        after_turn: Callable[[], None] | None = None,
+        after_turn: Callable[[int], None] | None = None,
         tracer: StepTracer | None = None,
     ) -> None:
         self.serving = ServingFlag()
@@ -118,7 +114,7 @@ class Engine:
                 for landing in landings:
                     self._emit(landing)
                 if self._after_turn is not None:
-                    self._after_turn()
+                    self._after_turn(time.monotonic_ns())
                 await self._mailbox.wait()
         finally:
             wait.cancel()
@@ -331,28 +327,7 @@ class Engine:
 
     def load(self) -> Load:
         """Return how busy the engine is now."""
-        scheduler, counters = self._scheduler, self._scheduler.counters
-        pool = scheduler.pool
-        return Load(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            used_blocks=pool.num_used if pool else 0,
-            idle_cached_blocks=pool.num_idle_cached if pool else 0,
-            free_blocks=pool.num_empty if pool else 0,
-            total_blocks=pool.num_blocks if pool else 0,
-            waiting_tokens=scheduler.num_waiting_tokens,
-            totals=Totals(
-                steps=counters.steps,
-                prompt_tokens=counters.prompt_tokens,
-                generation_tokens=counters.generation_tokens,
-                prefix_queries=counters.prefix_queries,
-                prefix_hits=counters.prefix_hits,
-                preemptions=counters.preemptions,
-                recomputed_tokens=counters.recomputed_tokens,
-            ),
-            recent=self._recent.times(),
-            cache=CacheState(scheduler.hit_rate, dict(counters.prefix_misses)),
-        )
+        return load_of(self._scheduler, self._recent.times())
 
     def server_state(self) -> ServerState:
         """Return what stands behind the door now."""
@@ -360,7 +335,24 @@ class Engine:
 
     def flush_cache(self) -> int:
         """Forget the names of all cached blocks; return how many."""
-        return self._scheduler.flush_cache()
+        with self._scheduling() as scheduler:
+            return scheduler.flush_cache()
+
+    def pin(self, tokens: "array[int]", salt: bytes, time_to_live_s: float) -> tuple[str, int]:
+        """Keep what is cached of a prefix; see EngineDoor."""
+        expires_ns = time.monotonic_ns() + int(time_to_live_s * 1e9)
+        with self._scheduling() as scheduler:
+            pin = scheduler.pin(tokens, ExtraKeys(salt=salt), expires_ns)
+        # A number alone could name another pin after a restart.
+        return f"{self._incarnation:016x}-{pin.number}", len(pin.blocks)
+
+    def unpin(self, pin_id: str) -> None:
+        """Let go of a pin; see EngineDoor."""
+        incarnation, _, number = pin_id.partition("-")
+        is_ours = incarnation == f"{self._incarnation:016x}" and number.isdecimal()
+        with self._scheduling() as scheduler:
+            if not (is_ours and len(number) < 20 and scheduler.unpin(int(number))):
+                raise UnknownPinError("no pin has this pin_id; it may have ended")
 
     async def drain(self, *, for_good: bool = False) -> None:
         """Refuse new requests, and return when none is left. Wait as long as the caller does.

@@ -207,6 +207,12 @@ class CacheState:
     missed_tokens: Mapping[MissReason, int]
     """Tokens looked up and not found since start, by what ended the hit."""
 
+    pinned_blocks: int
+    """Blocks that are pinned, in use or idle."""
+
+    broken_pins: int
+    """Pins broken since start, to go on at all."""
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -227,7 +233,7 @@ class Load:
     recent: StepTimes | None
     """Means over the last steps. None before the first."""
 
-    cache: CacheState = CacheState(0.0, {})
+    cache: CacheState = CacheState(0.0, {}, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,6 +300,18 @@ class EngineDoor(Protocol):
 
     def server_state(self) -> ServerState:
         """Return what stands behind the door now."""
+
+    def pin(self, tokens: "array[int]", salt: bytes, time_to_live_s: float) -> tuple[str, int]:
+        """Keep what is cached of a prefix; return the pin's id and the number of its blocks.
+
+        Raises: UnavailableError, PrefixNotCachedError, PinQuotaError; RequestError without a cache.
+        """
+
+    def unpin(self, pin_id: str) -> None:
+        """Let go of a pin.
+
+        Raises: UnknownPinError.
+        """
 
     def flush_cache(self) -> int:
         """Forget the names of all cached blocks; return how many."""

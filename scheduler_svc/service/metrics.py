@@ -229,6 +229,14 @@ class LoadCollector(Collector):
         blocks.add_metric(["free"], load.free_blocks)
         yield blocks
         yield GaugeMetricFamily(
+            "pagemill_pinned_blocks",
+            "Blocks that a pin keeps, used or idle.",
+            load.cache.pinned_blocks,
+        )
+        yield CounterMetricFamily(
+            "pagemill_pins_broken", "Pins broken to go on at all.", load.cache.broken_pins
+        )
+        yield GaugeMetricFamily(
             "pagemill_prefix_cache_hit_rate",
             "Share of tokens found in the cache, over the latest 1,000 requests.",
             load.cache.hit_rate,

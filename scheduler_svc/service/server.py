@@ -3,6 +3,7 @@
 import asyncio
 import gc
 import secrets
+import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from scheduler_svc.core.block_hash import HashAlgorithm
 from scheduler_svc.core.errors import UnavailableError
 from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
+from scheduler_svc.core.kv_events import KvEventLog
 from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.residency import Residency
@@ -29,6 +31,8 @@ from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.front_end import FrontEnd
 from scheduler_svc.service.group_events import Mailbox
 from scheduler_svc.service.health import HEALTH_SERVICE, Health
+from scheduler_svc.service.kv_event_feed import KvEventFeed
+from scheduler_svc.service.kv_watch import KvWatch
 from scheduler_svc.service.listener import Listener
 from scheduler_svc.service.metrics import (
     LoadCollector,
@@ -57,6 +61,9 @@ class _Parts:
     group: WorkerGroup
     engine: Engine
     front: FrontEnd
+
+    feed: KvEventFeed | None
+    """None: KV events are off."""
 
 
 async def run_server(
@@ -102,7 +109,7 @@ async def _serve(
     announce: Callable[[str], None],
 ) -> None:
     health = Health(public.server, PUBLIC_SERVICES)
-    add_public_services(public.server, parts.engine, parts.front)
+    add_public_services(public.server, parts.engine, parts.front, parts.feed)
     reflection.enable_server_reflection(
         (*PUBLIC_SERVICES, HEALTH_SERVICE, reflection.SERVICE_NAME), public.server
     )
@@ -175,7 +182,10 @@ def _build(
     mailbox = Mailbox()
     algorithm = HASH_ALGORITHMS[settings.prefix_caching_hash_algo]
     memory = _memory(settings)
-    residency = memory.residency
+    residency, feed = memory.residency, None
+    if memory.events is not None:
+        # Microseconds: no server makes so many events that the next one's numbers are lower.
+        feed = KvEventFeed(settings.kv_events_buffer, first_number=time.time_ns() // 1000)
     group = WorkerGroup(
         _terms(settings, facts, limits),
         mailbox,
@@ -190,7 +200,12 @@ def _build(
         incarnation=incarnation,
         worker_wait_s=settings.worker_wait,
         observers=[StepMetrics(registry)],
-        after_turn=ResidencyMetrics(registry, residency).collect_lives if residency else None,
+        after_turn=KvWatch(
+            memory,
+            mailbox.wake,
+            residency=ResidencyMetrics(registry, residency) if residency else None,
+            feed=feed,
+        ).turn,
         tracer=traces.steps if traces else None,
     )
     front = FrontEnd.for_model(
@@ -203,7 +218,7 @@ def _build(
         metrics=RequestMetrics(registry),
         tracer=traces.requests if traces else None,
     )
-    return _Parts(group, engine, front)
+    return _Parts(group, engine, front, feed)
 
 
 def _log_start(settings: SchedulerSettings, front: FrontEnd, metrics_page: str | None) -> None:
@@ -254,7 +269,12 @@ def _memory(settings: SchedulerSettings) -> KvMemory:
     residency = None
     if settings.kv_cache_metrics:
         residency = Residency(settings.kv_cache_metrics_sample, secrets.SystemRandom().random)
-    return KvMemory(EVICTION_POLICIES[settings.eviction_policy], residency)
+    return KvMemory(
+        EVICTION_POLICIES[settings.eviction_policy],
+        residency=residency,
+        events=KvEventLog() if settings.enable_kv_cache_events else None,
+        max_pinned_share=settings.max_pinned_share,
+    )
 
 
 def _scheduler(

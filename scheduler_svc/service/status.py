@@ -16,11 +16,14 @@ from scheduler_svc.core.errors import (
     DuplicateRequestError,
     InvalidRequestError,
     NotServedError,
+    PinQuotaError,
+    PrefixNotCachedError,
     QueueFullError,
     RequestError,
     SlowReaderError,
     UnavailableError,
     UnknownModelError,
+    UnknownPinError,
 )
 
 
@@ -49,6 +52,9 @@ REFUSALS: dict[type[RequestError], Refusal] = {
     SlowReaderError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER"),
     UnknownModelError: Refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
     UnknownRequestError: Refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST"),
+    UnknownPinError: Refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_PIN"),
+    PrefixNotCachedError: Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_CACHED"),
+    PinQuotaError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "PIN_QUOTA"),
     NotServedError: Refusal(grpc.StatusCode.UNIMPLEMENTED, "NOT_SERVED"),
     UnavailableError: Refusal(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
     DeadlineError: Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),

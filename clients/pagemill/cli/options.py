@@ -74,6 +74,9 @@ PrefixCachingHashAlgo = Annotated[
     str | None, Option(help="Of block names: sha256, sha256_cbor, xxhash or xxhash_cbor.")
 ]
 EvictionPolicy = Annotated[str | None, Option(help="lru or reuse-aware.")]
+MaxPinnedShare = Annotated[float | None, Option(help="Share of the blocks for pins.")]
+EnableKvCacheEvents = Annotated[bool | None, Option(help="Tell which prefixes are cached.")]
+KvEventsBuffer = Annotated[int | None, Option(help="Events kept for replay.")]
 KvCacheMetrics = Annotated[bool | None, Option(help="Measure how long blocks live.")]
 KvCacheMetricsSample = Annotated[float | None, Option(help="Share of blocks measured.")]
 HashSeed = Annotated[str | None, Option(help="Of block names; equal where names are compared.")]

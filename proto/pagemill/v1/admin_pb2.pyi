@@ -64,12 +64,12 @@ class PinRequest(_message.Message):
     model: _builtins.str
     """A served model name. Empty: the default."""
     time_to_live_s: _builtins.float
-    """Seconds until the pin ends by itself. Above 0."""
+    """Seconds until the pin ends by itself. Above 0, at most 30 days."""
     salt: _builtins.str
     """As in CacheOptions."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The prefix, as token ids; whole blocks of it are pinned."""
+        """The prefix, as token ids: the leading whole blocks of it that are cached are pinned."""
 
     def __init__(
         self,

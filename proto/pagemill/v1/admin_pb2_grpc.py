@@ -85,14 +85,19 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeps a prefix in the cache. Errors: UNIMPLEMENTED until served.
+        """Keeps what is cached of a prefix, until the pin's time to live ends, however long it is idle.
+        It ends earlier if the worker's process is lost, the cache is flushed, or the scheduler
+        could otherwise admit nothing (then the oldest pin goes first).
+        Errors: NOT_FOUND if not even the first block is cached, or for an unknown model: let a
+        request compute the prefix first. RESOURCE_EXHAUSTED beyond the server's quota.
+        FAILED_PRECONDITION if prefix caching is off. UNAVAILABLE before a worker has joined.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Unpin(self, request, context):
-        """Lets go of a pinned prefix. Errors: UNIMPLEMENTED until served.
+        """Lets go of a pinned prefix. Errors: NOT_FOUND if the pin has ended, or never was.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

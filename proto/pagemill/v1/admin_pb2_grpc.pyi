@@ -38,9 +38,15 @@ class AdminStub:
     Errors: DEADLINE_EXCEEDED if some are left at the call's deadline.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]
-    """Keeps a prefix in the cache. Errors: UNIMPLEMENTED until served."""
+    """Keeps what is cached of a prefix, until the pin's time to live ends, however long it is idle.
+    It ends earlier if the worker's process is lost, the cache is flushed, or the scheduler
+    could otherwise admit nothing (then the oldest pin goes first).
+    Errors: NOT_FOUND if not even the first block is cached, or for an unknown model: let a
+    request compute the prefix first. RESOURCE_EXHAUSTED beyond the server's quota.
+    FAILED_PRECONDITION if prefix caching is off. UNAVAILABLE before a worker has joined.
+    """
     Unpin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]
-    """Lets go of a pinned prefix. Errors: UNIMPLEMENTED until served."""
+    """Lets go of a pinned prefix. Errors: NOT_FOUND if the pin has ended, or never was."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
     """Loads an adapter. Errors: UNIMPLEMENTED until served."""
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
@@ -60,9 +66,15 @@ class AdminAsyncStub(AdminStub):
     Errors: DEADLINE_EXCEEDED if some are left at the call's deadline.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_admin_pb2.PinRequest, _admin_pb2.PinResponse]  # type: ignore[assignment]
-    """Keeps a prefix in the cache. Errors: UNIMPLEMENTED until served."""
+    """Keeps what is cached of a prefix, until the pin's time to live ends, however long it is idle.
+    It ends earlier if the worker's process is lost, the cache is flushed, or the scheduler
+    could otherwise admit nothing (then the oldest pin goes first).
+    Errors: NOT_FOUND if not even the first block is cached, or for an unknown model: let a
+    request compute the prefix first. RESOURCE_EXHAUSTED beyond the server's quota.
+    FAILED_PRECONDITION if prefix caching is off. UNAVAILABLE before a worker has joined.
+    """
     Unpin: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]  # type: ignore[assignment]
-    """Lets go of a pinned prefix. Errors: UNIMPLEMENTED until served."""
+    """Lets go of a pinned prefix. Errors: NOT_FOUND if the pin has ended, or never was."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
     """Loads an adapter. Errors: UNIMPLEMENTED until served."""
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
@@ -91,7 +103,13 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.PinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.PinResponse, _abc.Awaitable[_admin_pb2.PinResponse]]:
-        """Keeps a prefix in the cache. Errors: UNIMPLEMENTED until served."""
+        """Keeps what is cached of a prefix, until the pin's time to live ends, however long it is idle.
+        It ends earlier if the worker's process is lost, the cache is flushed, or the scheduler
+        could otherwise admit nothing (then the oldest pin goes first).
+        Errors: NOT_FOUND if not even the first block is cached, or for an unknown model: let a
+        request compute the prefix first. RESOURCE_EXHAUSTED beyond the server's quota.
+        FAILED_PRECONDITION if prefix caching is off. UNAVAILABLE before a worker has joined.
+        """
 
     @_abc_1.abstractmethod
     def Unpin(
@@ -99,7 +117,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UnpinRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UnpinResponse, _abc.Awaitable[_admin_pb2.UnpinResponse]]:
-        """Lets go of a pinned prefix. Errors: UNIMPLEMENTED until served."""
+        """Lets go of a pinned prefix. Errors: NOT_FOUND if the pin has ended, or never was."""
 
     @_abc_1.abstractmethod
     def LoadAdapter(

@@ -265,6 +265,7 @@ class GetLoadResponse(_message.Message):
     WAITING_TOKENS_FIELD_NUMBER: _builtins.int
     TOTALS_FIELD_NUMBER: _builtins.int
     RECENT_STEPS_FIELD_NUMBER: _builtins.int
+    PINNED_BLOCKS_FIELD_NUMBER: _builtins.int
     running: _builtins.int
     """Requests that hold blocks."""
     waiting: _builtins.int
@@ -272,13 +273,15 @@ class GetLoadResponse(_message.Message):
     used_blocks: _builtins.int
     """Blocks in use by requests."""
     idle_cached_blocks: _builtins.int
-    """Blocks without a user whose content can still be hit."""
+    """Blocks without a user whose content can still be hit, pinned ones too."""
     free_blocks: _builtins.int
     """Empty blocks."""
     total_blocks: _builtins.int
     """Usable blocks: the sum of the three."""
     waiting_tokens: _builtins.int
     """Tokens of waiting requests."""
+    pinned_blocks: _builtins.int
+    """Blocks that a pin keeps, in use or idle: a part of used_blocks and idle_cached_blocks."""
     @_builtins.property
     def totals(self) -> Global___Totals:
         """Since start."""
@@ -299,10 +302,11 @@ class GetLoadResponse(_message.Message):
         waiting_tokens: _builtins.int = ...,
         totals: Global___Totals | None = ...,
         recent_steps: Global___StepTimes | None = ...,
+        pinned_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["recent_steps", b"recent_steps", "totals", b"totals"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "idle_cached_blocks", b"idle_cached_blocks", "recent_steps", b"recent_steps", "running", b"running", "total_blocks", b"total_blocks", "totals", b"totals", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_blocks", b"free_blocks", "idle_cached_blocks", b"idle_cached_blocks", "pinned_blocks", b"pinned_blocks", "recent_steps", b"recent_steps", "running", b"running", "total_blocks", b"total_blocks", "totals", b"totals", "used_blocks", b"used_blocks", "waiting", b"waiting", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -508,7 +512,9 @@ class SubscribeKvEventsRequest(_message.Message):
 
     FROM_SEQUENCE_FIELD_NUMBER: _builtins.int
     from_sequence: _builtins.int
-    """First event wanted. Unset: a snapshot, then what follows."""
+    """First event wanted, as one more than the last one seen. Unset, or not kept any more, or of
+    an earlier server: a snapshot, then what follows.
+    """
     def __init__(
         self,
         *,
@@ -532,9 +538,13 @@ class SubscribeKvEventsResponse(_message.Message):
     EVENTS_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Number of the first event of the message. Numbers have no gaps."""
+    """Number of the first event of the message. Numbers have no gaps, and do not start at 0. In a
+    snapshot, the number of the first event behind it.
+    """
     snapshot: _builtins.bool
-    """True: the message belongs to a snapshot."""
+    """True: the message belongs to a snapshot, which begins with `cleared`. A child may come before
+    its parent.
+    """
     @_builtins.property
     def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvEvent]:
         """In order."""
@@ -616,7 +626,7 @@ class BlocksStored(_message.Message):
     parent_hash: _builtins.bytes
     """Empty: the first is a root block."""
     token_ids: _builtins.bytes
-    """Tokens of the blocks, packed."""
+    """Tokens of the blocks, packed little-endian int32."""
     block_size: _builtins.int
     """Tokens in a block."""
     adapter: _builtins.str

@@ -119,7 +119,11 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def SubscribeKvEvents(self, request, context):
-        """Streams changes of the prefix cache. Errors: UNIMPLEMENTED until served.
+        """Streams changes of the prefix cache as long as the call lasts. Whoever applies all of them to
+        a snapshot has the index of the server, name for name. Names are told when blocks are
+        published, before the step that writes them has answered; if it fails they are removed.
+        Errors: FAILED_PRECONDITION if events are off. RESOURCE_EXHAUSTED if the reader is so slow
+        that events it lacks are not kept any more: call again.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

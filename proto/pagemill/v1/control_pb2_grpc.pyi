@@ -48,7 +48,12 @@ class ControlStub:
     live are named in the answer, and are no error unless no id is live (NOT_FOUND).
     """
     SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_control_pb2.SubscribeKvEventsRequest, _control_pb2.SubscribeKvEventsResponse]
-    """Streams changes of the prefix cache. Errors: UNIMPLEMENTED until served."""
+    """Streams changes of the prefix cache as long as the call lasts. Whoever applies all of them to
+    a snapshot has the index of the server, name for name. Names are told when blocks are
+    published, before the step that writes them has answered; if it fails they are removed.
+    Errors: FAILED_PRECONDITION if events are off. RESOURCE_EXHAUSTED if the reader is so slow
+    that events it lacks are not kept any more: call again.
+    """
     WatchBlocks: _grpc.UnaryStreamMultiCallable[_control_pb2.WatchBlocksRequest, _control_pb2.WatchBlocksResponse]
     """Streams the state of every block. Errors: UNIMPLEMENTED until served."""
     Explain: _grpc.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainResponse]
@@ -74,7 +79,12 @@ class ControlAsyncStub(ControlStub):
     live are named in the answer, and are no error unless no id is live (NOT_FOUND).
     """
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_control_pb2.SubscribeKvEventsRequest, _control_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
-    """Streams changes of the prefix cache. Errors: UNIMPLEMENTED until served."""
+    """Streams changes of the prefix cache as long as the call lasts. Whoever applies all of them to
+    a snapshot has the index of the server, name for name. Names are told when blocks are
+    published, before the step that writes them has answered; if it fails they are removed.
+    Errors: FAILED_PRECONDITION if events are off. RESOURCE_EXHAUSTED if the reader is so slow
+    that events it lacks are not kept any more: call again.
+    """
     WatchBlocks: _aio.UnaryStreamMultiCallable[_control_pb2.WatchBlocksRequest, _control_pb2.WatchBlocksResponse]  # type: ignore[assignment]
     """Streams the state of every block. Errors: UNIMPLEMENTED until served."""
     Explain: _aio.UnaryUnaryMultiCallable[_control_pb2.ExplainRequest, _control_pb2.ExplainResponse]  # type: ignore[assignment]
@@ -133,7 +143,12 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.SubscribeKvEventsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_control_pb2.SubscribeKvEventsResponse], _abc.AsyncIterator[_control_pb2.SubscribeKvEventsResponse]]:
-        """Streams changes of the prefix cache. Errors: UNIMPLEMENTED until served."""
+        """Streams changes of the prefix cache as long as the call lasts. Whoever applies all of them to
+        a snapshot has the index of the server, name for name. Names are told when blocks are
+        published, before the step that writes them has answered; if it fails they are removed.
+        Errors: FAILED_PRECONDITION if events are off. RESOURCE_EXHAUSTED if the reader is so slow
+        that events it lacks are not kept any more: call again.
+        """
 
     @_abc_1.abstractmethod
     def WatchBlocks(

@@ -13,11 +13,13 @@ from hypothesis.stateful import (
 
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.errors import InvariantError, PinQuotaError
 from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.pins import PinEnd, Pins
 
 NUM_BLOCKS = 6
+MAX_PINNED = 4
 POLICIES = sorted(EVICTION_POLICIES)
 names = st.sampled_from([BlockHash(bytes([i])) for i in range(4)])
 
@@ -28,10 +30,11 @@ class PoolAgainstTables(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.tables: list[list[BlockId]] = []
         self.names: dict[BlockId, BlockHash] = {}
+        self.pins: dict[int, list[BlockId]] = {}
 
     @initialize(policy=st.sampled_from(POLICIES))
     def choose_policy(self, policy: str) -> None:
-        self.pool = BlockPool(NUM_BLOCKS, EVICTION_POLICIES[policy])
+        self.pool = BlockPool(NUM_BLOCKS, EVICTION_POLICIES[policy], pins=Pins(MAX_PINNED))
 
     @rule(count=st.integers(0, NUM_BLOCKS))
     def allocate(self, count: int) -> None:
@@ -77,11 +80,45 @@ class PoolAgainstTables(RuleBasedStateMachine):
         block = data.draw(st.sampled_from(sorted(self.names)))
         self.pool.retract(block)
         del self.names[block]
+        cut = {
+            n: blocks[: blocks.index(block)] for n, blocks in self.pins.items() if block in blocks
+        }
+        self.pins = {n: left for n, left in {**self.pins, **cut}.items() if left}
+
+    @precondition(lambda self: self.names)
+    @rule(data=st.data())
+    def pin(self, data: st.DataObject) -> None:
+        named = st.sampled_from(sorted(self.names))
+        blocks = data.draw(st.lists(named, min_size=1, unique=True))
+        would_be = {*blocks, *self.pinned()}
+        if len(would_be) > MAX_PINNED or len(self.pins) == MAX_PINNED:
+            with pytest.raises(PinQuotaError):
+                self.pool.pin(blocks, 0)
+            return
+        self.pins[self.pool.pin(blocks, 0).number] = blocks
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data: st.DataObject) -> None:
+        number = data.draw(st.sampled_from(sorted(self.pins)))
+        assert self.pool.end_pin(number, PinEnd.UNPINNED)
+        assert not self.pool.end_pin(number, PinEnd.UNPINNED)
+        del self.pins[number]
+
+    @rule()
+    def break_oldest(self) -> None:
+        assert self.pool.break_oldest_pin() == bool(self.pins)
+        if self.pins:
+            del self.pins[min(self.pins)]
+
+    def pinned(self) -> set[BlockId]:
+        return {block for blocks in self.pins.values() for block in blocks}
 
     @rule()
     def flush(self) -> None:
         assert self.pool.flush() == len(self.names)
         self.names.clear()
+        self.pins.clear()
 
     @invariant()
     def agrees(self) -> None:
@@ -89,6 +126,13 @@ class PoolAgainstTables(RuleBasedStateMachine):
         in_use = {b for table in self.tables for b in table}
         assert self.pool.num_used == len(in_use)
         assert self.pool.num_idle_cached == len(self.names.keys() - in_use)
+        assert self.pool.num_pinned == len(self.pinned())
+        assert self.pool.num_free == NUM_BLOCKS - len(in_use | self.pinned())
+        assert [pin.blocks for pin in self.pool._pins] == list(self.pins.values())
+        free_in_use = {b for b in in_use if sum(table.count(b) for table in self.tables) == 1}
+        assert self.pool.count_own(in_use) == len(free_in_use - self.pinned())
+        outside = self.names.keys() - in_use
+        assert self.pool.count_idle(outside) == len(outside - self.pinned())
         assert self.pool.num_used + self.pool.num_idle_cached + self.pool.num_empty == NUM_BLOCKS
 
 

@@ -1,6 +1,9 @@
 """Whatever happens around it, each request gets exactly the tokens it gets alone."""
 
+from array import array
+from contextlib import suppress
 from dataclasses import dataclass
+from math import ceil
 
 import pytest
 from hypothesis import given, settings
@@ -8,11 +11,13 @@ from hypothesis import strategies as st
 
 from fake_worker import FakeWorker, generate_alone
 from scheduler_bench import BLOCK_SIZE, ROOT, Bench, bench, limits, request
+from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
     InvalidRequestError,
     NeverFitsError,
     QueueFullError,
+    RequestError,
 )
 from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.kv_memory import KvMemory
@@ -70,6 +75,7 @@ class Policies:
     max_passes: int
     max_pass_ns: int
     eviction: str
+    pinned_share: float
 
     def scheduler(self, budget: int, depth: int, caching: bool) -> Scheduler:
         return Scheduler(
@@ -84,7 +90,7 @@ class Policies:
             enable_prefix_caching=caching,
             waiting=waiting_queue(self.waiting, ageing_ns=self.ageing_ns),
             choose_victim=VICTIM_POLICIES[self.victim],
-            memory=KvMemory(EVICTION_POLICIES[self.eviction]),
+            memory=KvMemory(EVICTION_POLICIES[self.eviction], max_pinned_share=self.pinned_share),
         )
 
 
@@ -98,6 +104,7 @@ policies = st.builds(
     max_passes=st.integers(0, 3),
     max_pass_ns=st.sampled_from([0, 10, 1000]),
     eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
+    pinned_share=st.sampled_from([0.0, 0.25, 0.5]),
 )
 
 
@@ -110,6 +117,7 @@ policies = st.builds(
     losses=st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=2),
     caching=st.booleans(),
     policy=policies,
+    pins=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 7), st.integers(0, 60)), max_size=4),
 )
 def test_nothing_changes_the_tokens_of_a_request(
     load: list[Job],
@@ -119,7 +127,10 @@ def test_nothing_changes_the_tokens_of_a_request(
     losses: list[tuple[int, bool]],
     caching: bool,
     policy: Policies,
+    pins: list[tuple[int, int, int]],
 ) -> None:
+    # What may be pinned comes on top of what the largest request needs.
+    num_blocks = ceil(num_blocks / (1 - policy.pinned_share))
     scheduler = policy.scheduler(budget, depth, caching)
     table = Bench(scheduler, num_blocks)
     requests = [
@@ -146,6 +157,11 @@ def test_nothing_changes_the_tokens_of_a_request(
                 table.send(each)
             if job.aborted == turns and each.sequence >= 0:
                 scheduler.abort(each, table.now_ns)
+        for turn, number, lifetime_ns in pins:
+            if turn == turns:
+                prompt = array("i", load[number % len(load)].prompt)
+                with suppress(RequestError):
+                    scheduler.pin(prompt, ExtraKeys(), table.now_ns + lifetime_ns)
         for turn, same_process in losses:
             if turn == turns:
                 scheduler.lose_worker(table.now_ns)
@@ -164,6 +180,8 @@ def test_nothing_changes_the_tokens_of_a_request(
         assert turns < most_turns
 
     assert scheduler.pool is not None
+    assert scheduler.num_broken_pins == 0
+    scheduler.pool.set_time(table.now_ns + 100)
     assert scheduler.pool.num_free == num_blocks
     assert scheduler.counters.recomputed_tokens <= work * (1 + len(losses))
     for job, each in zip(load, requests, strict=True):

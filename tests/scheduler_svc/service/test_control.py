@@ -15,7 +15,7 @@ import tokenizers
 from grpc import aio
 
 from front_end_loopback import Loopback, facts, front_end, loopback
-from pagemill.v1.admin_pb2 import DrainRequest, FlushCacheRequest, PinRequest
+from pagemill.v1.admin_pb2 import DrainRequest, FlushCacheRequest
 from pagemill.v1.control_pb2 import (
     AbortRequest,
     ExplainRequest,
@@ -23,7 +23,6 @@ from pagemill.v1.control_pb2 import (
     GetModelInfoRequest,
     GetServerInfoRequest,
     GetTokenizerRequest,
-    SubscribeKvEventsRequest,
 )
 from pagemill.v1.generation_pb2 import FINISH_REASON_ABORT
 from pagemill.v1.inference_pb2 import GenerateRequest, GenerateResponse
@@ -184,10 +183,6 @@ async def test_the_cache_can_be_flushed(served: Loopback) -> None:
 async def test_what_comes_later_says_so(served: Loopback) -> None:
     calls: dict[str, Awaitable[object]] = {
         "Control.Explain": served.control.Explain(ExplainRequest()),
-        "Admin.Pin": served.admin.Pin(PinRequest()),
-        "Control.SubscribeKvEvents": anext(
-            aiter(served.control.SubscribeKvEvents(SubscribeKvEventsRequest()))
-        ),
     }
     for name, call in calls.items():
         with pytest.raises(aio.AioRpcError, match=f"{name} is not served") as refused:

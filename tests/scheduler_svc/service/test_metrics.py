@@ -200,13 +200,15 @@ def test_a_steps_time_is_split_into_its_phases() -> None:
 
 def test_the_tokens_that_were_missed_are_told_by_reason() -> None:
     load = FakeDoor(64).load()
-    cache = CacheState(0.25, {MissReason.EVICTED: 30, MissReason.TAIL: 4})
+    cache = CacheState(0.25, {MissReason.EVICTED: 30, MissReason.TAIL: 4}, 6, 7)
     registry = CollectorRegistry()
     registry.register(LoadCollector(lambda: replace(load, cache=cache)))
     seen = values(registry)
     assert seen["pagemill_prefix_cache_misses_total", "evicted"] == 30
     assert seen["pagemill_prefix_cache_misses_total", "tail"] == 4
     assert seen["pagemill_prefix_cache_hit_rate", ""] == 0.25
+    assert seen["pagemill_pinned_blocks", ""] == 6
+    assert seen["pagemill_pins_broken_total", ""] == 7
 
 
 def test_a_blocks_life_is_noted_once_when_it_has_ended() -> None:
