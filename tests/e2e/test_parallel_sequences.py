@@ -121,8 +121,8 @@ async def test_a_stop_string_ends_one_sequence_and_leaves_the_others(demo: Serve
     [
         ("--pipeline-depth", "1", "--max-num-batched-tokens", "16"),
         ("--no-enable-prefix-caching",),
-        # 13 blocks hold each of the families below, but not both to their ends.
-        ("--num-gpu-blocks-override", "13"),
+        # 10 blocks hold each of the families below, but not both to their ends.
+        ("--num-gpu-blocks-override", "10"),
     ],
     ids=lambda flags: flags[0],
 )
