@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from scheduler_svc.core.beam_rows import preemptible
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.copy_on_write import copy_tails, rows_to_copy
 from scheduler_svc.core.departure import preempt
@@ -35,7 +36,8 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
             copy_tails(rows, draft, pool, due)
             _grow(rows, draft, growing, needed, pool.allocate(num_needed))
             break
-        preempt(state, state.choose_victim(rows.running, rows, pool, block_size), now_ns)
+        victim = state.choose_victim(preemptible(state, rows.running), rows, pool, block_size)
+        preempt(state, victim, now_ns)
         draft.num_preempted += 1
     draft.num_new = count
     draft.take(num_tokens)
