@@ -249,7 +249,7 @@ class Engine:
         log(
             "request ended",
             request_id=stream.request.request_id,
-            reason=",".join(reason.value if reason else "" for reason in reasons),
+            reason=",".join(dict.fromkeys(reason.value for reason in reasons if reason)),
             error="; ".join(errors),
             prompt_tokens=account.num_prompt_tokens,
             output_tokens=account.num_output_tokens,

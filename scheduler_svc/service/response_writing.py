@@ -3,7 +3,6 @@
 from pagemill.v1 import generation_pb2
 from pagemill.v1.inference_pb2 import (
     Accepted,
-    Delta,
     GenerateRequest,
     GenerateResponse,
     Summary,
@@ -46,7 +45,7 @@ class SequenceWriter:
         self._index = index
         self._output = output
         self._omit_text = omit_text
-        self._held: Delta | None = None
+        self._held: tuple[tuple[int, ...], str] | None = None
         self.num_tokens = 0
         """Output tokens in the messages so far."""
         self.stop: StopMatch | None = None
@@ -60,18 +59,24 @@ class SequenceWriter:
         False: a stop string was completed. What was gained up to it is held until the stream,
         which must be told, gives the sequence's end.
         """
-        delta = self._held or self._delta(gain)
+        gained = self._held or self._gained(gain)
         if self.stop is not None and gain.finish is None:
-            self._held = delta
+            self._held = gained
             return False
-        if delta is not None:
-            response.deltas.append(delta)
+        ids, text = gained
+        if ids or text:
+            response.deltas.add(
+                sequence_index=self._index,
+                token_ids=ids,
+                text="" if self._omit_text else text,
+                step_id=gain.step_id,
+            )
         if gain.finish is not None:
             self._end(response, gain.finish)
         return True
 
-    def _delta(self, gain: Gain) -> Delta | None:
-        """Return what the output gained, up to a stop string. None: nothing."""
+    def _gained(self, gain: Gain) -> tuple[tuple[int, ...], str]:
+        """Return the ids and the text that the output gained, up to a stop string."""
         ids, text, finish = gain.token_ids, "", gain.finish
         if self._output is not None:
             by_token = finish is not None and finish.reason is FinishReason.STOP
@@ -81,10 +86,7 @@ class SequenceWriter:
             elif finish is not None:
                 text += self._output.finish()
         self.num_tokens += len(ids)
-        if not ids and not text:
-            return None
-        shown = "" if self._omit_text else text
-        return Delta(sequence_index=self._index, token_ids=ids, text=shown, step_id=gain.step_id)
+        return ids, text
 
     def _end(self, response: GenerateResponse, finish: Finish) -> None:
         """Add how the sequence ended."""
