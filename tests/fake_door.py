@@ -134,7 +134,7 @@ class FakeDoor:
         self.submissions: list[Submission] = []
         self.cuts: list[int] = []
         self.num_left = 0
-        self.live: dict[str, FakeStream] = {}
+        self.live: dict[tuple[str, str], FakeStream] = {}
         self.num_steps = 0
         self.draining = False
         self.recent: StepTimes | None = None
@@ -160,26 +160,28 @@ class FakeDoor:
             raise UnavailableError("the server drains")
         if self.refuse is not None:
             raise self.refuse
-        if submission.request_id in self.live:
+        key = submission.tenant, submission.request_id
+        if key in self.live:
             raise DuplicateRequestError(f"{submission.request_id!r} is live")
         stream = FakeStream(self, submission)
-        self.live[submission.request_id] = stream
+        self.live[key] = stream
         self._empty.clear()
         try:
             yield stream
         finally:
-            del self.live[submission.request_id]
+            del self.live[key]
             self.num_left += 1
             if not self.live:
                 self._empty.set()
 
-    def abort(self, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
         """End requests."""
-        wanted = list(self.live) if request_ids is None else list(request_ids)
-        aborted = [id_ for id_ in wanted if id_ in self.live]
+        live = {id_: stream for (of, id_), stream in self.live.items() if of == tenant}
+        wanted = list(live) if request_ids is None else list(request_ids)
+        aborted = [id_ for id_ in wanted if id_ in live]
         for id_ in aborted:
-            self.live[id_].aborted.set()
-        return aborted, [id_ for id_ in wanted if id_ not in self.live]
+            live[id_].aborted.set()
+        return aborted, [id_ for id_ in wanted if id_ not in live]
 
     def load(self) -> Load:
         """Say how many are live; the pool is made up."""

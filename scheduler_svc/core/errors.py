@@ -3,7 +3,7 @@
 RequestError               the caller's fault, or a limit the caller met
  ├ InvalidRequestError     a field is out of its bound
  │  └ NeverFitsError       no pool of this server could ever hold it
- ├ DuplicateRequestError   a live request has this id
+ ├ DuplicateRequestError   a live request of the tenant has this id
  ├ QueueFullError          too many requests wait
  ├ UnknownModelError       no such model is served
  ├ NotServedError          a field of the protocol that this version does not serve
@@ -31,7 +31,7 @@ class NeverFitsError(InvalidRequestError):
 
 
 class DuplicateRequestError(RequestError):
-    """A live request has the same id."""
+    """A live request of the tenant has the same id."""
 
 
 class _RetryableError(RequestError):

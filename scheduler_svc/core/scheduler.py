@@ -18,7 +18,7 @@ from scheduler_svc.core.journal import FlyingStep, Journal
 from scheduler_svc.core.length_limit import length_limit
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.prefix_cache import PrefixCache
-from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.request import FinishReason, Request, RequestKey
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.skip_ahead import SkipAhead
 from scheduler_svc.core.step_draft import StepDraft
@@ -56,7 +56,7 @@ class Scheduler:
         self._rows = Rows(limits.max_num_seqs, limits.max_model_len)
         self._waiting = WaitingQueue() if waiting is None else waiting
         self._choose_victim = choose_victim
-        self._live: dict[str, Request] = {}
+        self._live: dict[RequestKey, Request] = {}
         self._journal = Journal()
         self._prefixes = PrefixCache(
             limits.block_size,
@@ -160,7 +160,7 @@ class Scheduler:
         Raises: RequestError, saying why it can never or not now be served. Nothing is
             changed then.
         """
-        if request.request_id in self._live:
+        if request.key in self._live:
             raise DuplicateRequestError(
                 f"request_id {request.request_id!r} is the id of a live request"
             )
@@ -172,7 +172,7 @@ class Scheduler:
         request.sequence = self._next_sequence
         request.arrival_ns = request.arrival_ns or now_ns
         self._next_sequence += 1
-        self._live[request.request_id] = request
+        self._live[request.key] = request
         self._waiting.add(request)
 
     def _check_room(self, request: Request) -> None:
@@ -610,7 +610,7 @@ class Scheduler:
         else:
             self._waiting.remove(request)
         self._waiting.forget(request)
-        del self._live[request.request_id]
+        del self._live[request.key]
         if request.first_step_id is not None and request.last_step_id is None:
             request.last_step_id = max(0, self._next_step_id - 1)
         request.finish_reason = reason

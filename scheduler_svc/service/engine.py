@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
@@ -64,6 +64,7 @@ class Engine:
         *,
         incarnation: int,
         worker_wait_s: float,
+        tenant_weights: Mapping[str, float] | None = None,
         observers: Sequence[StepObserver] = (),
         tracer: StepTracer | None = None,
     ) -> None:
@@ -73,6 +74,7 @@ class Engine:
         self._mailbox = mailbox
         self._incarnation = incarnation
         self._worker_wait_s = worker_wait_s
+        self._tenant_weights = tenant_weights or {}
         self._recent = RecentSteps()
         self._observers = (self._recent, *observers, *([tracer] if tracer else []))
         self._tracer = tracer
@@ -221,7 +223,7 @@ class Engine:
 
         Raises: RequestError, before anything is queued.
         """
-        request = _request_of(submission)
+        request = _request_of(submission, self._tenant_weights.get(submission.tenant, 1.0))
         self._check_taking(submission)
         with self._scheduling() as scheduler:
             scheduler.add(request, time.monotonic_ns())
@@ -247,6 +249,7 @@ class Engine:
         log(
             "request ended",
             request_id=request.request_id,
+            tenant=request.tenant,
             reason=reason.value if reason else "",
             error=request.error,
             prompt_tokens=account.num_prompt_tokens,
@@ -296,12 +299,15 @@ class Engine:
         """Requests whose readers have not left."""
         return len(self._streams)
 
-    def abort(self, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
-        """End live requests with reason ABORT; None ends all. Return (ended, not live)."""
+    def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
+        """End a tenant's live requests with reason ABORT; None ends all. Return (ended, not live).
+
+        Cost: O(live requests).
+        """
         live = {
             request.request_id: stream
             for request, stream in self._streams.items()
-            if request.finish_reason is None
+            if request.finish_reason is None and request.tenant == tenant
         }
         wanted = list(live) if request_ids is None else dict.fromkeys(request_ids)
         aborted = [request_id for request_id in wanted if request_id in live]
@@ -364,7 +370,7 @@ class Engine:
         self.serving.set(self._ready and not self._draining)
 
 
-def _request_of(submission: Submission) -> Request:
+def _request_of(submission: Submission, weight: float) -> Request:
     return Request(
         submission.request_id,
         submission.token_ids,
@@ -375,9 +381,11 @@ def _request_of(submission: Submission) -> Request:
             stop_token_ids=submission.stop_token_ids,
             min_output_tokens=submission.min_output_tokens,
         ),
-        extra=ExtraKeys(salt=submission.salt),
+        extra=ExtraKeys(salt=submission.salt, cache_domain=submission.tenant.encode()),
         read_cache=submission.read_cache,
         priority=submission.priority,
+        tenant=submission.tenant,
+        weight=weight,
         arrival_ns=submission.arrival_ns,
         deadline_ns=submission.deadline_ns,
     )

@@ -15,7 +15,10 @@ class Submission:
     """A request as a front end hands it over: tokenized, validated, every value given."""
 
     request_id: str
-    """Unique among live requests, scoped by tenant, not empty."""
+    """Unique among its tenant's live requests, not empty."""
+
+    tenant: str
+    """On whose behalf. Empty: the default tenant."""
 
     token_ids: "array[int]"
     """The prompt: an `array('i')`, at least one token."""
@@ -237,8 +240,11 @@ class EngineDoor(Protocol):
         Raises: RequestError kinds on entering. Nothing is queued then.
         """
 
-    def abort(self, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
-        """End live requests with reason ABORT; None ends all. Return (ended, not live)."""
+    def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
+        """End a tenant's live requests with reason ABORT; None ends all it has.
+
+        Returns: ids that were live, and ids that were not.
+        """
 
     def load(self) -> Load:
         """Return how busy the engine is now."""

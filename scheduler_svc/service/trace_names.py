@@ -33,6 +33,7 @@ TIME_IN_QUEUE = "gen_ai.latency.time_in_queue"
 TIME_TO_FIRST_TOKEN = "gen_ai.latency.time_to_first_token"  # noqa: S105  no password
 END_TO_END = "gen_ai.latency.e2e"
 
+TENANT = "pagemill.tenant"
 RECOMPUTED_TOKENS = "pagemill.recomputed_tokens"
 PREEMPTIONS = "pagemill.preemptions"
 FIRST_STEP_ID = "pagemill.first_step_id"

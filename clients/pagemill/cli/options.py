@@ -55,6 +55,7 @@ MaxNumBatchedTokens = Annotated[int | None, Option(help="Most tokens in a step."
 MaxWaitingRequests = Annotated[int | None, Option(help="Most requests in the queue.")]
 MaxWaitingTokens = Annotated[int | None, Option(help="Most tokens in the queue.")]
 SchedulingPolicy = Annotated[str | None, Option(help="fcfs, priority or fair.")]
+TenantWeights = Annotated[str | None, Option(help="NAME=WEIGHT, parted by commas.")]
 PriorityAgeing = Annotated[float | None, Option(help="Seconds of waiting worth one priority.")]
 PreemptionVictim = Annotated[str | None, Option(help="cheapest or newest.")]
 LongPrefillTokenThreshold = Annotated[int | None, Option(help="Most of one request in a step.")]

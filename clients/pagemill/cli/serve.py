@@ -25,6 +25,7 @@ def serve(
     max_waiting_requests: options.MaxWaitingRequests = None,
     max_waiting_tokens: options.MaxWaitingTokens = None,
     scheduling_policy: options.SchedulingPolicy = None,
+    tenant_weights: options.TenantWeights = None,
     priority_ageing: options.PriorityAgeing = None,
     preemption_victim: options.PreemptionVictim = None,
     long_prefill_token_threshold: options.LongPrefillTokenThreshold = None,

@@ -78,13 +78,13 @@ async def test_abort_ends_the_named_streams_and_names_the_unknown() -> None:
         bench.door.open(submission("one", [1], 100)) as one,
         bench.door.open(submission("two", [2], 3)) as two,
     ):
-        assert bench.door.abort(["one", "nobody", "one"]) == (["one"], ["nobody"])
+        assert bench.door.abort("", ["one", "nobody", "one"]) == (["one"], ["nobody"])
         _, finish = await read(one)
         assert finish.reason is FinishReason.ABORT
-        assert bench.door.abort(["one"]) == ([], ["one"])
+        assert bench.door.abort("", ["one"]) == ([], ["one"])
         tokens, _ = await read(two)
         assert tokens == generate_alone([2], 3, frozenset())
-        assert bench.door.abort(None) == ([], [])
+        assert bench.door.abort("", None) == ([], [])
 
 
 async def test_without_a_worker_requests_wait_and_then_are_unavailable() -> None:
@@ -244,7 +244,7 @@ async def test_a_record_tells_a_step_in_order_of_time() -> None:
     first = bench.records[0]
     assert (first.step_id, first.epoch_number) == (0, 1)
     assert (first.num_rows, first.num_tokens, first.num_sampled) == (1, 3, 1)
-    assert first.request_ids == ("r",)
+    assert first.request_keys == (("", "r"),)
     assert (first.wait_ns, first.execute_ns, first.codec_ns) == (1, 10, 5)
     stamps = [
         first.schedule_begin_ns,
