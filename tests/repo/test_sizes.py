@@ -13,8 +13,6 @@ MAX_TEST_FILE_LINES = 500
 
 # path: why it reads better in one piece.
 LONG_FILES = {
-    "scheduler_svc/core/scheduler.py": "schedule, apply and preempt change the same rows, pool and "
-    "journal; apart, each would take all of that state from the others",
     "bench/gpu_kernels.py": "one self-contained script, to be copied to a machine with a GPU",
 }
 # path::function: why it reads better in one piece.

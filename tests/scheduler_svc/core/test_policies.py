@@ -32,7 +32,7 @@ def planned(table: Bench) -> dict[str, int]:
 
 def tokens_of(table: Bench, plan: StepPlan) -> dict[str, int]:
     rows = table.worker.rows
-    names = {row: table.scheduler._rows.owner(row).request_id for row in rows}
+    names = {row: table.scheduler._state.rows.owner(row).request_id for row in rows}
     return {names[row]: state.num_new for row, state in sorted(rows.items()) if state.num_new}
 
 
@@ -41,11 +41,11 @@ def names(requests: list[Request]) -> list[str]:
 
 
 def run_names(table: Bench) -> list[str]:
-    return names(table.scheduler._rows.running)
+    return names(table.scheduler._state.rows.running)
 
 
 def wait_names(table: Bench) -> list[str]:
-    return names(list(table.scheduler._waiting))
+    return names(list(table.scheduler._state.waiting))
 
 
 def test_49_all_that_fits_runs_in_one_step() -> None:

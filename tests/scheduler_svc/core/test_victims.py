@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from fake_worker import generate_alone
 from scheduler_bench import ROOT, Bench, bench, limits, request
+from scheduler_svc.core.departure import preempt
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepResult
@@ -23,7 +24,7 @@ def running(table: Bench, *requests: Request) -> Bench:
 def chosen(table: Bench, victim: str) -> str:
     scheduler = table.scheduler
     assert scheduler.pool is not None
-    rows = scheduler._rows
+    rows = scheduler._state.rows
     return VICTIM_POLICIES[victim](rows.running, rows, scheduler.pool, 4).request_id
 
 
@@ -76,11 +77,12 @@ def test_a_resumed_request_is_left_alone_until_it_has_gained(victim: str) -> Non
     old, young = request("old", prompt(9, 0), 90), request("young", prompt(5, 1), 90)
     running(table, old, young)
     assert chosen(table, victim) == "young"
-    table.scheduler._preempt(young, table.now_ns)
+    preempt(table.scheduler._state, young, table.now_ns)
     table.turn()
     assert chosen(table, victim) == "old"
     gained = young.tokens_when_admitted + 16
-    while table.scheduler._rows.num_tokens[table.scheduler._rows.row_of(young)] < gained:
+    rows = table.scheduler._state.rows
+    while rows.num_tokens[rows.row_of(young)] < gained:
         assert chosen(table, victim) == "old"
         table.turn()
     assert chosen(table, victim) == "young"
@@ -123,7 +125,7 @@ def recomputed(victim: str, *, seed: int) -> int:
     while scheduler.has_work:
         plan = scheduler.schedule(0)
         assert plan is not None
-        count = int(next(iter(scheduler._journal)).samples.sum())
+        count = int(next(iter(scheduler._state.journal)).samples.sum())
         scheduler.apply(StepResult(plan.step_id, np.zeros(count, dtype=np.int32)), 0)
     return scheduler.counters.recomputed_tokens
 

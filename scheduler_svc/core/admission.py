@@ -1,0 +1,147 @@
+"""Who of those that wait gets a row and blocks in the step being planned."""
+
+import numpy as np
+
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.departure import preempt
+from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.skip_ahead import SkipAhead
+from scheduler_svc.core.state import SchedulerState
+from scheduler_svc.core.step_draft import StepDraft
+
+
+def admit_waiting(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_ns: int) -> None:
+    """Give rows to waiting requests in their turn, while everything suffices."""
+    if not len(state.waiting):
+        return
+    _look_ahead(state, draft)
+    skip = SkipAhead(state.limits, now_ns)
+    for request in state.waiting.in_turn():
+        if request.num_pending_tokens:
+            return
+        if _is_one_long_too_many(state, request, draft, pool):
+            if not skip.hold(request, for_memory=False):
+                return
+            continue
+        claimed = skip.is_head and _claim(state, request, draft, pool, now_ns)
+        if draft.budget <= 0 or not state.rows.has_room:
+            return
+        if skip.allows(request) and _admit(state, request, draft, pool):
+            state.waiting.remove(request)
+            if request.first_scheduled_ns is None:
+                request.first_scheduled_ns = now_ns
+                request.first_step_id = state.next_step_id
+            if claimed or not skip.passed():
+                return
+        elif not skip.hold(request, for_memory=True):
+            return
+
+
+def _look_ahead(state: SchedulerState, draft: StepDraft) -> None:
+    """Note what the rows that run will still need for the tokens they know."""
+    rows, block_size = state.rows, state.limits.block_size
+    order = draft.rows
+    known = rows.num_tokens[order]
+    lacking = -(-known // block_size) - rows.num_blocks[order]
+    draft.promised_blocks = int(np.maximum(lacking, 0).sum())
+    gap = known - rows.num_computed[order]
+    draft.num_long_prefills = int(np.count_nonzero(gap > state.limits.max_row_tokens))
+
+
+def _is_one_long_too_many(
+    state: SchedulerState, request: Request, draft: StepDraft, pool: BlockPool
+) -> bool:
+    most = state.limits.max_long_prefills
+    if not most or draft.num_long_prefills < most:
+        return False
+    num_hit = len(state.prefixes.find(request, pool)) * state.limits.block_size
+    return request.num_tokens - num_hit > state.limits.max_row_tokens
+
+
+def _claim(
+    state: SchedulerState, request: Request, draft: StepDraft, pool: BlockPool, now_ns: int
+) -> bool:
+    """Preempt running requests that yield to a waiting one, if that lets it in.
+
+    False, and nothing changed, if it need not or does not.
+    """
+    rows, block_size = state.rows, state.limits.block_size
+    yielding = state.waiting.yielding_to(request, rows.running)
+    if not yielding:
+        return False
+    hits = state.prefixes.find(request, pool)
+    lacking = _num_blocks_wanted(state, request, hits, draft, pool) - pool.num_free
+    has_room, budget = rows.has_room, draft.budget
+    victims: list[Request] = []
+    while lacking > 0 or not has_room:
+        if not yielding:
+            return False
+        victim = state.choose_victim(yielding, rows, pool, block_size)
+        yielding.remove(victim)
+        victims.append(victim)
+        row, has_room = rows.row_of(victim), True
+        promised = -(-int(rows.num_tokens[row]) // block_size) - len(victim.blocks)
+        lacking -= pool.count_own(set(victim.blocks).difference(hits)) + max(0, promised)
+        budget += int(draft.num_new[draft.rows == row].sum())
+    if budget <= 0 or not victims:
+        return False
+    for victim in victims:
+        draft.drop(rows.row_of(victim))
+        preempt(state, victim, now_ns)
+        draft.num_preempted += 1
+    _look_ahead(state, draft)
+    return True
+
+
+def _num_blocks_wanted(
+    state: SchedulerState, request: Request, hits: list[BlockId], draft: StepDraft, pool: BlockPool
+) -> int:
+    """Return how many blocks must be free to admit a request.
+
+    Its whole known length must fit, beside those of the rows that run, or a long prompt
+    would be preempted half way.
+    """
+    whole = -(-request.num_tokens // state.limits.block_size)
+    wanted = whole - len(hits) + pool.count_idle(hits) + draft.promised_blocks
+    if request.num_preemptions and state.rows.running:
+        wanted += max(1, int(state.limits.watermark * pool.num_blocks))
+    return wanted
+
+
+def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: BlockPool) -> bool:
+    """Give a request blocks and a row. False, and nothing changed, if they do not suffice."""
+    block_size = state.limits.block_size
+    hits = state.prefixes.find(request, pool)
+    if _num_blocks_wanted(state, request, hits, draft, pool) > pool.num_free:
+        return False
+    num_hit = len(hits) * block_size
+    gap = request.num_tokens - num_hit
+    count = min(gap, draft.budget, state.limits.max_row_tokens)
+    pool.share(hits)
+    needed = -(-(num_hit + count) // block_size) - len(hits)
+    request.blocks = [*hits, *pool.allocate(needed)]
+    _count_admission(state, request, num_hit)
+    row = state.rows.take(request, num_hit + count, count)
+    draft.published += state.prefixes.publish_prompt(row, request, len(hits), pool)
+    draft.add(request, count)
+    draft.promised_blocks += -(-request.num_tokens // block_size) - len(request.blocks)
+    draft.num_long_prefills += gap > state.limits.max_row_tokens
+    state.waiting.charge(request, count)
+    return True
+
+
+def _count_admission(state: SchedulerState, request: Request, num_hit: int) -> None:
+    request.admitted_tokens = num_hit
+    request.tokens_when_admitted = request.num_tokens
+    counters = state.counters
+    if request.first_scheduled_ns is None:
+        request.num_cached_tokens = num_hit
+        counters.prompt_tokens += request.num_prompt_tokens
+        if state.prefixes.enabled and request.read_cache:
+            counters.prefix_queries += request.num_tokens
+            counters.prefix_hits += num_hit
+    else:
+        again = max(0, request.computed_before_preemption - num_hit)
+        request.num_recomputed_tokens += again
+        counters.recomputed_tokens += again

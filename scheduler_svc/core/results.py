@@ -1,0 +1,153 @@
+"""What a result changes: tokens appended, requests ended, failed rows undone."""
+
+import numpy as np
+
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.departure import end, preempt
+from scheduler_svc.core.journal import FlyingStep
+from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.state import SchedulerState
+from scheduler_svc.core.step_plan import Int32Array, StepOutcome, StepResult
+
+
+def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> StepOutcome:
+    """Append what the oldest step in flight sampled; end what has ended.
+
+    Raises: ValueError if the result is not that step's, or has too few or too many
+        tokens: the worker's fault. Nothing is changed then.
+    """
+    if (pool := state.pool) is None:
+        raise ValueError(f"result of step {result.step_id} came before any worker")
+    failed = {row for row, _ in result.row_errors}
+    step = _take_step(state, result, failed)
+    state.counters.steps += 1
+    outcome = StepOutcome(step.step_id, [], [], [])
+    for row, reason in result.row_errors:
+        _fail_row(state, step, row, reason, pool, now_ns, outcome)
+    sampling = step.samples & ~np.isin(step.rows, list(failed)) if failed else step.samples
+    rows, sampled = step.rows[sampling], result.tokens
+    alive = state.rows.generation[rows] == step.generations[sampling]
+    if not alive.all():
+        for row, token in zip(rows[~alive].tolist(), sampled[~alive].tolist(), strict=True):
+            if (request := step.orphans.get(row)) is not None:
+                _append_to_waiting(state, request, token, step.step_id, now_ns, outcome)
+        rows, sampled = rows[alive], sampled[alive]
+    if len(rows):
+        _append(state, rows, sampled, step.step_id, pool, now_ns, outcome)
+    return outcome
+
+
+def _take_step(state: SchedulerState, result: StepResult, failed: set[int]) -> FlyingStep:
+    expected = state.journal.oldest_step_id
+    if result.step_id != expected:
+        raise ValueError(f"result of step {result.step_id}, expected {expected}")
+    step = next(iter(state.journal))
+    wanted = int(step.samples.sum())
+    if failed:
+        wanted -= int(step.samples[np.isin(step.rows, list(failed))].sum())
+    if len(result.tokens) != wanted:
+        raise ValueError(
+            f"step {result.step_id} gave {len(result.tokens)} tokens, expected {wanted}"
+        )
+    if strangers := failed - set(step.rows.tolist()):
+        raise ValueError(f"step {result.step_id} failed rows {sorted(strangers)}, not in it")
+    if result.rows is not None:
+        sampling = step.rows[step.samples & ~np.isin(step.rows, list(failed))]
+        if not np.array_equal(result.rows, sampling):
+            raise ValueError(f"step {result.step_id} gave tokens of rows that do not sample")
+    return state.journal.pop()
+
+
+def _append(
+    state: SchedulerState,
+    order: Int32Array,
+    sampled: Int32Array,
+    step_id: int,
+    pool: BlockPool,
+    now_ns: int,
+    outcome: StepOutcome,
+) -> None:
+    """Append one token to each row; end those that stopped or reached their limit."""
+    rows = state.rows
+    length = rows.num_tokens[order]
+    rows.tokens[order, length] = sampled
+    rows.num_tokens[order] = length + 1
+    rows.num_pending[order] -= 1
+    state.counters.generation_tokens += len(order)
+    outcome.requests.extend(rows.owners_of(order.tolist()))
+    outcome.tokens.extend(sampled.tolist())
+    for row in order[length == rows.num_prompt[order]].tolist():
+        rows.owner(row).first_token_ns = now_ns
+    stopped = rows.stops(order, sampled)
+    ended = stopped | (rows.num_tokens[order] >= rows.limit[order])
+    state.prefixes.publish_filled(order, pool)
+    if ended.any():
+        for place in np.flatnonzero(ended).tolist():
+            request = rows.owner(int(order[place]))
+            reason = FinishReason.STOP if stopped[place] else FinishReason.LENGTH
+            request.last_step_id = step_id
+            _note_stop_id(request, int(sampled[place]), reason)
+            end(state, request, reason, now_ns)
+            outcome.finished.append(request)
+
+
+def _append_to_waiting(
+    state: SchedulerState,
+    request: Request,
+    token: int,
+    step_id: int,
+    now_ns: int,
+    outcome: StepOutcome,
+) -> None:
+    """Give a preempted request the token that was in flight when it lost its row."""
+    if request.finish_reason is not None:
+        return
+    request.num_pending_tokens -= 1
+    request.tokens.append(token)
+    state.waiting.num_tokens += 1
+    state.counters.generation_tokens += 1
+    request.first_token_ns = request.first_token_ns or now_ns
+    outcome.requests.append(request)
+    outcome.tokens.append(token)
+    stopping = request.stopping
+    stopped = token in stopping.eos_token_ids | stopping.stop_token_ids
+    stopped = stopped and request.num_output_tokens >= stopping.min_output_tokens
+    if stopped or request.num_tokens >= request.limit:
+        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+        request.last_step_id = step_id
+        _note_stop_id(request, token, reason)
+        end(state, request, reason, now_ns)
+        outcome.finished.append(request)
+
+
+def _fail_row(
+    state: SchedulerState,
+    step: FlyingStep,
+    row: int,
+    reason: str,
+    pool: BlockPool,
+    now_ns: int,
+    outcome: StepOutcome,
+) -> None:
+    """End the request of a row that could not be computed; nobody may hit its blocks."""
+    tainted = {block for publisher, block in step.published if publisher == row}
+    request = step.orphans.get(row)
+    if step.ran_for(row, int(state.rows.generation[row])):
+        request = state.rows.owner(row)
+        tainted.update(request.blocks[request.admitted_tokens // state.limits.block_size :])
+    if request is not None and request.finish_reason is None:
+        request.error = reason
+        request.last_step_id = step.step_id
+        end(state, request, FinishReason.ERROR, now_ns)
+        outcome.finished.append(request)
+    for block in tainted:
+        pool.retract(block)
+    for other in reversed(list(state.rows.running)):
+        if not tainted.isdisjoint(other.blocks):
+            # What it sampled from these blocks, here and in later steps, is in doubt too.
+            preempt(state, other, now_ns, keep_in_flight=False)
+
+
+def _note_stop_id(request: Request, token: int, reason: FinishReason) -> None:
+    if reason is FinishReason.STOP and token not in request.stopping.eos_token_ids:
+        request.stop_token_id = token

@@ -1,0 +1,60 @@
+"""A draft becomes a plan: rows advance, and the journal knows the step."""
+
+import numpy as np
+
+from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.journal import FlyingStep
+from scheduler_svc.core.request import Request
+from scheduler_svc.core.state import SchedulerState
+from scheduler_svc.core.step_draft import StepDraft
+from scheduler_svc.core.step_plan import AdmittedRow, StepPlan
+
+
+def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
+    """Advance the rows, enter the step in the journal and return the plan."""
+    rows = state.rows
+    order, count = draft.rows, draft.num_new
+    expected = (rows.num_last_new[order] > 0).astype(np.int32)
+    odd = count != expected
+    exceptions = (order[odd], rows.num_computed[order[odd]], count[odd])
+    rows.num_computed[order] += count
+    rows.num_last_new[order] = count
+    state.waiting.charge_rows(rows.account, order, count)
+    admitted = tuple(
+        _describe(state, request, num_new)
+        for request, num_new in zip(draft.admitted, draft.admitted_num_new, strict=True)
+    )
+    ran = order[count > 0]
+    if admitted:
+        ran = np.concatenate([ran, np.array([row.row for row in admitted], dtype=np.int32)])
+    ran.sort()
+    samples = rows.num_computed[ran] == rows.num_tokens[ran] + rows.num_pending[ran]
+    rows.num_pending[ran[samples]] += 1
+    step = FlyingStep(state.next_step_id, ran, rows.generation[ran], samples)
+    step.published += draft.published
+    state.journal.add(step)
+    state.prefixes.publish_filled(ran, pool)
+    plan = draft.seal(
+        state.next_step_id,
+        reset=state.reset,
+        released_rows=[] if state.reset else state.released_rows,
+        exceptions=exceptions,
+        admitted_rows=admitted,
+    )
+    state.released_rows.clear()
+    state.reset = False
+    state.next_step_id += 1
+    return plan
+
+
+def _describe(state: SchedulerState, request: Request, num_new: int) -> AdmittedRow:
+    return AdmittedRow(
+        row=state.rows.row_of(request),
+        request_id=request.request_id,
+        tokens=np.frombuffer(request.tokens, dtype=np.int32),
+        num_prompt_tokens=request.num_prompt_tokens,
+        num_computed_tokens=request.admitted_tokens,
+        num_new_tokens=num_new,
+        block_tables=(np.array(request.blocks, dtype=np.int32),),
+        sampling=request.sampling,
+    )
