@@ -10,6 +10,7 @@ RequestError               the caller's fault, or a limit the caller met
  ├ UnavailableError        no worker, or draining
  ├ SlowReaderError         the caller reads more slowly than its tokens come
  └ DeadlineError           the caller's deadline passed
+    └ HopelessDeadlineError  it would pass before the request could start
 InvariantError             ours: never caught, the process ends
 """
 
@@ -68,6 +69,10 @@ class SlowReaderError(RequestError):
 
 class DeadlineError(RequestError):
     """The caller's deadline passed."""
+
+
+class HopelessDeadlineError(DeadlineError):
+    """The request cannot start before its deadline; the message has the numbers."""
 
 
 class InvariantError(AssertionError):

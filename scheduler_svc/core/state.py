@@ -32,6 +32,9 @@ class SchedulerState:
     live: dict[RequestKey, Request] = field(default_factory=dict)
     """Requests that have not ended, by tenant and id."""
 
+    expired: list[Request] = field(default_factory=list)
+    """Requests dropped from the queue for their deadlines, until the shell takes them."""
+
     pool: BlockPool | None = None
     """None until a worker group has joined."""
 

@@ -20,6 +20,7 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.plan_pacing import PlanPacing
 from scheduler_svc.core.request import FinishReason, Request, Stopping
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_pace import StepPace
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.engine_door import (
     GroupState,
@@ -83,6 +84,7 @@ class Engine:
         self._empty.set()
         self._flights: deque[Flight] = deque()
         self._pacing = PlanPacing()
+        self._pace = StepPace()
         self._plan_timer: asyncio.TimerHandle | None = None
         self._ready = False
         self._draining = False
@@ -125,6 +127,8 @@ class Engine:
         begin_ns = time.monotonic_ns()
         while self._ready and self._may_plan(begin_ns):
             plan = self._scheduler.schedule(begin_ns)
+            for request in self._scheduler.take_expired():
+                self._fail(self._streams[request], _too_late())
             if plan is None:
                 return
             end_ns = time.monotonic_ns()
@@ -153,7 +157,9 @@ class Engine:
         except ValueError as error:
             self._group.reject_result(str(error))
             return []
-        return [Landing(self._flights.popleft(), arrived, outcome, time.monotonic_ns())]
+        flight = self._flights.popleft()
+        self._pace.note(flight.plan.num_tokens, arrived.answer.timing.execute_ns)
+        return [Landing(flight, arrived, outcome, time.monotonic_ns())]
 
     def _begin_epoch(self, event: GroupReady) -> None:
         now_ns = time.monotonic_ns()
@@ -170,6 +176,7 @@ class Engine:
         self.serving.set(False)
         self._flights.clear()
         self._pacing.forget()
+        self._pace.forget()
         self._absent_since_ns = time.monotonic_ns()
         self._scheduler.lose_worker(self._absent_since_ns)
         return asyncio.get_running_loop().call_later(self._worker_wait_s, self._end_wait)
@@ -226,7 +233,7 @@ class Engine:
         request = _request_of(submission, self._tenant_weights.get(submission.tenant, 1.0))
         self._check_taking(submission)
         with self._scheduling() as scheduler:
-            scheduler.add(request, time.monotonic_ns())
+            scheduler.add(request, time.monotonic_ns(), self._pace)
         stream = RequestStream(request, self._stop)
         self._streams[request] = stream
         self._empty.clear()
@@ -276,8 +283,7 @@ class Engine:
         if deadline_ns is None:
             return None
         delay_s = (deadline_ns - time.monotonic_ns()) / 1e9
-        error = DeadlineError("the deadline passed before the request had ended")
-        return asyncio.get_running_loop().call_later(delay_s, self._fail, stream, error)
+        return asyncio.get_running_loop().call_later(delay_s, self._fail, stream, _too_late())
 
     def _stop(self, request: Request, num_output_tokens: int) -> None:
         with self._scheduling() as scheduler:
@@ -389,6 +395,10 @@ def _request_of(submission: Submission, weight: float) -> Request:
         arrival_ns=submission.arrival_ns,
         deadline_ns=submission.deadline_ns,
     )
+
+
+def _too_late() -> DeadlineError:
+    return DeadlineError("the deadline passed before the request had ended")
 
 
 def _too_slow() -> SlowReaderError:

@@ -79,7 +79,7 @@ def test_tenants_have_weights_from_a_file_the_environment_or_a_flag(
     ],
 )
 def test_an_impossible_weight_is_named(weights: str, complaint: str) -> None:
-    with pytest.raises(ConfigError, match="^tenant_weights is ") as error:
+    with pytest.raises(ConfigError, match=r"^tenant_weights is ") as error:
         read_settings(["m", "--tenant-weights", weights])
     assert complaint in str(error.value)
 

@@ -75,7 +75,7 @@ class InferenceServicer:
         RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
         after RetryInfo
         UNAVAILABLE         no worker, or draining; retry
-        DEADLINE_EXCEEDED   the deadline passed
+        DEADLINE_EXCEEDED   the deadline passed, or clearly will before the request can start
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

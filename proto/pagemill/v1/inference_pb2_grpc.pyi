@@ -47,7 +47,7 @@ class InferenceStub:
             RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
                                 after RetryInfo
             UNAVAILABLE         no worker, or draining; retry
-            DEADLINE_EXCEEDED   the deadline passed
+            DEADLINE_EXCEEDED   the deadline passed, or clearly will before the request can start
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text or chat messages into token ids. Errors as Generate's."""
@@ -75,7 +75,7 @@ class InferenceAsyncStub(InferenceStub):
             RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
                                 after RetryInfo
             UNAVAILABLE         no worker, or draining; retry
-            DEADLINE_EXCEEDED   the deadline passed
+            DEADLINE_EXCEEDED   the deadline passed, or clearly will before the request can start
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or chat messages into token ids. Errors as Generate's."""
@@ -106,7 +106,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
                 RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
                                     after RetryInfo
                 UNAVAILABLE         no worker, or draining; retry
-                DEADLINE_EXCEEDED   the deadline passed
+                DEADLINE_EXCEEDED   the deadline passed, or clearly will before the request can start
         """
 
     @_abc_1.abstractmethod

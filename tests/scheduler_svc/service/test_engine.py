@@ -12,11 +12,13 @@ from fake_worker import generate_alone
 from scheduler_svc.core.errors import (
     DeadlineError,
     DuplicateRequestError,
+    HopelessDeadlineError,
     InvariantError,
     QueueFullError,
     UnavailableError,
 )
 from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.step_pace import StepPace
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -275,7 +277,7 @@ async def test_a_chosen_step_carries_its_trace_to_the_worker_and_to_the_record()
 async def test_a_contradiction_met_at_the_door_ends_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def contradict(_request: Request, _now_ns: int) -> None:
+    def contradict(_request: Request, _now_ns: int, _pace: StepPace) -> None:
         raise InvariantError("planted")
 
     bench = Bench()
@@ -287,3 +289,49 @@ async def test_a_contradiction_met_at_the_door_ends_the_loop(
     async with asyncio.timeout(10):
         with pytest.raises(InvariantError):
             await loop
+
+
+async def test_work_that_cannot_start_in_time_is_refused_at_once() -> None:
+    async with running(Bench()) as bench:
+        for number in range(3):
+            await ask(bench.door, f"warm{number}", [number], 20)
+        bench.group.eager = False
+        bench.group.execute_ns = 10**9
+        others = [
+            asyncio.create_task(ask(bench.door, f"r{number}", [number] * 16, 64))
+            for number in range(40)
+        ]
+        for _ in range(64):
+            await until(lambda: bool(bench.group.plans))
+            bench.group.answer()
+        await until(lambda: bool(bench.group.plans))
+        soon_ns = time.monotonic_ns() + 3 * 10**9
+        with pytest.raises(HopelessDeadlineError, match=r"the earliest start in \d+\.000 s"):
+            async with bench.door.open(submission("hurried", [1], deadline_ns=soon_ns)):
+                pytest.fail("it was let in")
+        later_ns = time.monotonic_ns() + 600 * 10**9
+        async with bench.door.open(submission("patient", [1], deadline_ns=later_ns)):
+            assert bench.scheduler.num_waiting > 20
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        assert bench.holds_nothing()
+
+
+async def test_a_deadline_that_passes_in_the_queue_costs_no_step() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        others = [asyncio.create_task(ask(bench.door, f"r{i}", [i], 1)) for i in range(4)]
+        await until(lambda: bench.scheduler.num_running == 4)
+        deadline_ns = time.monotonic_ns() + 20_000_000
+        async with bench.door.open(submission("late", [1], deadline_ns=deadline_ns)) as late:
+            # The loop sleeps past the deadline, so that a row is free before the timer is due.
+            time.sleep(0.03)
+            while bench.group.plans:
+                bench.group.answer()
+            async with asyncio.timeout(10):
+                with pytest.raises(DeadlineError):
+                    await read(late)
+        await asyncio.gather(*others)
+        assert not bench.group.plans
+    assert late.request.first_scheduled_ns is None
