@@ -188,6 +188,10 @@ class SchedulerSettings(BaseSettings):
     worker_wait: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     """Seconds that requests wait for a worker before they end with UNAVAILABLE."""
 
+    step_timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Seconds without a step's result after which its worker is dropped and the requests wait for
+    another. Twenty times the slowest recent step, if that is more."""
+
     drain_timeout: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Seconds that running requests get to end after SIGTERM."""
 

@@ -20,7 +20,12 @@ class Bench:
     """An engine over a fake group. It observes the steps, and traces every other one."""
 
     def __init__(
-        self, *, depth: int = 2, max_waiting: int = 64, worker_wait_s: float = 30.0
+        self,
+        *,
+        depth: int = 2,
+        max_waiting: int = 64,
+        worker_wait_s: float = 30.0,
+        step_timeout_s: float = 30.0,
     ) -> None:
         limits = Limits(
             block_size=BLOCK_SIZE,
@@ -40,6 +45,7 @@ class Bench:
             mailbox,
             incarnation=5,
             worker_wait_s=worker_wait_s,
+            step_timeout_s=step_timeout_s,
             tracer=self,
         )
         self.door: EngineDoor = self.engine

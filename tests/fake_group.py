@@ -20,7 +20,7 @@ class FakeGroup:
 
     def __init__(self, mailbox: Mailbox, block_size: int, *, eager: bool = True) -> None:
         self.plans: deque[StepPlan] = deque()
-        self.rejected: list[str] = []
+        self.dropped: list[str] = []
         self.traceparents: list[str] = []
         self.eager = eager
         self.execute_ns = 10
@@ -64,8 +64,8 @@ class FakeGroup:
         now_ns = time.monotonic_ns()
         self._mailbox.post(StepArrived(answer, 50, now_ns, time.monotonic_ns()))
 
-    def reject_result(self, reason: str) -> None:
-        self.rejected.append(reason)
+    def drop_worker(self, reason: str) -> None:
+        self.dropped.append(reason)
         self.leave()
 
     def state(self) -> GroupState:

@@ -24,6 +24,7 @@ from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sealing import seal
 from scheduler_svc.core.start_estimate import check_start
 from scheduler_svc.core.state import SchedulerState
+from scheduler_svc.core.state_dump import dump
 from scheduler_svc.core.step_draft import StepDraft
 from scheduler_svc.core.step_pace import StepPace
 from scheduler_svc.core.step_plan import StepOutcome, StepPlan, StepResult
@@ -242,6 +243,10 @@ class Scheduler:
             tokens: the worker's fault. Nothing is changed then.
         """
         return apply_result(self._state, result, now_ns)
+
+    def dump(self, now_ns: int) -> str:
+        """Return what is known, as lines for a person. Changes nothing."""
+        return dump(self._state, now_ns)
 
     def check(self) -> None:
         """Prove the invariants. Raises: InvariantError. Cost: O(blocks); for tests."""

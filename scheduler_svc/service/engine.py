@@ -9,7 +9,6 @@ from typing import Protocol
 
 import structlog
 
-from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
     DeadlineError,
     InvariantError,
@@ -18,7 +17,7 @@ from scheduler_svc.core.errors import (
     UnavailableError,
 )
 from scheduler_svc.core.plan_pacing import PlanPacing
-from scheduler_svc.core.request import FinishReason, Request, Stopping
+from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_pace import StepPace
 from scheduler_svc.core.step_plan import StepPlan
@@ -27,12 +26,14 @@ from scheduler_svc.service.engine_door import (
     Load,
     ServerState,
     Submission,
-    Totals,
 )
 from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
+from scheduler_svc.service.load_reading import read_load
+from scheduler_svc.service.request_making import make_request
 from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
 from scheduler_svc.service.step_record import RecentSteps, StepObserver, StepTracer
+from scheduler_svc.service.step_watchdog import StepWatchdog
 from scheduler_svc.service.token_stream import MAX_PILED_TOKENS, RequestStream
 from scheduler_svc.service.worker_link import SentPlan
 
@@ -43,8 +44,8 @@ class PlanSender(Protocol):
     def send(self, plan: StepPlan, traceparent: str) -> SentPlan:
         """Send a plan to a ready group."""
 
-    def reject_result(self, reason: str) -> None:
-        """End the connection of a worker whose result did not fit its plan."""
+    def drop_worker(self, reason: str) -> None:
+        """End the connection of a worker whose result does not fit its plan, or does not come."""
 
     def state(self) -> GroupState:
         """Return what is known of the group now."""
@@ -65,6 +66,7 @@ class Engine:
         *,
         incarnation: int,
         worker_wait_s: float,
+        step_timeout_s: float = 300.0,
         tenant_weights: Mapping[str, float] | None = None,
         observers: Sequence[StepObserver] = (),
         tracer: StepTracer | None = None,
@@ -85,6 +87,9 @@ class Engine:
         self._flights: deque[Flight] = deque()
         self._pacing = PlanPacing()
         self._pace = StepPace()
+        self._watchdog = StepWatchdog(
+            step_timeout_s, lambda: self._pace.slowest_ns() / 1e9, self._drop_hung_worker
+        )
         self._plan_timer: asyncio.TimerHandle | None = None
         self._ready = False
         self._draining = False
@@ -118,8 +123,12 @@ class Engine:
                 for landing in landings:
                     self._emit(landing)
                 await self._mailbox.wait()
+        except InvariantError:
+            self._log_state()
+            raise
         finally:
             wait.cancel()
+            self._watchdog.stop()
             if self._plan_timer is not None:
                 self._plan_timer.cancel()
 
@@ -136,6 +145,8 @@ class Engine:
             sent = self._group.send(plan, traceparent)
             self._pacing.step_sent(sent.sent_ns, worker_idle=not self._flights)
             self._flights.append(Flight(plan, sent, begin_ns, end_ns, traceparent))
+            if len(self._flights) == 1:
+                self._watchdog.begin()
             begin_ns = time.monotonic_ns()
 
     def _may_plan(self, now_ns: int) -> bool:
@@ -155,11 +166,26 @@ class Engine:
         try:
             outcome = self._scheduler.apply(arrived.answer.result, time.monotonic_ns())
         except ValueError as error:
-            self._group.reject_result(str(error))
+            self._group.drop_worker(str(error))
             return []
         flight = self._flights.popleft()
+        if self._flights:
+            self._watchdog.begin()
+        else:
+            self._watchdog.rest()
         self._pace.note(flight.plan.num_tokens, arrived.answer.timing.execute_ns)
         return [Landing(flight, arrived, outcome, time.monotonic_ns())]
+
+    def _drop_hung_worker(self, taken_s: float) -> None:
+        """End the connection of a worker that does not answer; its requests go on elsewhere."""
+        step_id = self._flights[0].plan.step_id
+        self._log.error("step hangs", step_id=step_id, seconds=round(taken_s, 3))
+        self._log_state()
+        self._group.drop_worker(f"step {step_id} gave no result for {taken_s:.1f} s")
+
+    def _log_state(self) -> None:
+        for line in self._scheduler.dump(time.monotonic_ns()).splitlines():
+            self._log.error("state", line=line)
 
     def _begin_epoch(self, event: GroupReady) -> None:
         now_ns = time.monotonic_ns()
@@ -175,6 +201,7 @@ class Engine:
         self._ready = False
         self.serving.set(False)
         self._flights.clear()
+        self._watchdog.rest()
         self._pacing.forget()
         self._pace.forget()
         self._absent_since_ns = time.monotonic_ns()
@@ -230,7 +257,7 @@ class Engine:
 
         Raises: RequestError, before anything is queued.
         """
-        request = _request_of(submission, self._tenant_weights.get(submission.tenant, 1.0))
+        request = make_request(submission, self._tenant_weights.get(submission.tenant, 1.0))
         self._check_taking(submission)
         with self._scheduling() as scheduler:
             scheduler.add(request, time.monotonic_ns(), self._pace)
@@ -330,27 +357,7 @@ class Engine:
 
     def load(self) -> Load:
         """Return how busy the engine is now."""
-        scheduler, counters = self._scheduler, self._scheduler.counters
-        pool = scheduler.pool
-        return Load(
-            running=scheduler.num_running,
-            waiting=scheduler.num_waiting,
-            used_blocks=pool.num_used if pool else 0,
-            idle_cached_blocks=pool.num_idle_cached if pool else 0,
-            free_blocks=pool.num_empty if pool else 0,
-            total_blocks=pool.num_blocks if pool else 0,
-            waiting_tokens=scheduler.num_waiting_tokens,
-            totals=Totals(
-                steps=counters.steps,
-                prompt_tokens=counters.prompt_tokens,
-                generation_tokens=counters.generation_tokens,
-                prefix_queries=counters.prefix_queries,
-                prefix_hits=counters.prefix_hits,
-                preemptions=counters.preemptions,
-                recomputed_tokens=counters.recomputed_tokens,
-            ),
-            recent=self._recent.times(),
-        )
+        return read_load(self._scheduler, self._recent.times())
 
     def server_state(self) -> ServerState:
         """Return what stands behind the door now."""
@@ -374,27 +381,6 @@ class Engine:
         """Take new requests again, unless the server stops."""
         self._draining = self._stopping
         self.serving.set(self._ready and not self._draining)
-
-
-def _request_of(submission: Submission, weight: float) -> Request:
-    return Request(
-        submission.request_id,
-        submission.token_ids,
-        submission.sampling,
-        Stopping(
-            max_output_tokens=submission.max_output_tokens,
-            eos_token_ids=submission.eos_token_ids,
-            stop_token_ids=submission.stop_token_ids,
-            min_output_tokens=submission.min_output_tokens,
-        ),
-        extra=ExtraKeys(salt=submission.salt, cache_domain=submission.tenant.encode()),
-        read_cache=submission.read_cache,
-        priority=submission.priority,
-        tenant=submission.tenant,
-        weight=weight,
-        arrival_ns=submission.arrival_ns,
-        deadline_ns=submission.deadline_ns,
-    )
 
 
 def _too_late() -> DeadlineError:

@@ -183,6 +183,7 @@ def _build(
         mailbox,
         incarnation=incarnation,
         worker_wait_s=settings.worker_wait,
+        step_timeout_s=settings.step_timeout,
         tenant_weights=settings.weights_by_tenant(),
         observers=[StepMetrics(registry)],
         tracer=traces.steps if traces else None,

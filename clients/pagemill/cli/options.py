@@ -67,6 +67,7 @@ PrefixCachingHashAlgo = Annotated[
 ]
 HashSeed = Annotated[str | None, Option(help="Of block names; equal where names are compared.")]
 WorkerWait = Annotated[float | None, Option(help="Seconds requests wait for a worker.")]
+StepTimeout = Annotated[float | None, Option(help="Seconds a step may take.")]
 DrainTimeout = Annotated[float | None, Option(help="Seconds requests get after SIGTERM.")]
 TraceStepsEvery = Annotated[int | None, Option(help="Trace one step in so many.")]
 LogFormat = Annotated[str | None, Option(help="text or json.")]

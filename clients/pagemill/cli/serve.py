@@ -42,6 +42,7 @@ def serve(
     threads: options.Threads = None,
     worker_listen: options.WorkerListen = None,
     worker_wait: options.WorkerWait = None,
+    step_timeout: options.StepTimeout = None,
     drain_timeout: options.DrainTimeout = None,
     ready_timeout: options.ReadyTimeout = 600.0,
     metrics_listen: options.MetricsListen = None,

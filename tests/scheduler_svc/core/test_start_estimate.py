@@ -122,9 +122,9 @@ def steady_pace(execute_ns: int = MS, num_tokens: int = 64) -> StepPace:
     return pace
 
 
-def crowded(num_waiting: int, policy: str = "fcfs", **more: int) -> Bench:
+def crowded(num_waiting: int, policy: str = "fcfs") -> Bench:
     """All rows taken, and others waiting, each with a prompt of its own of one full step."""
-    table = bench(4000, policy, rows=4, budget=64, length=128, waiting=10_000, **more)
+    table = bench(4000, policy, rows=4, budget=64, length=128, waiting=10_000)
     for number in range(4 + num_waiting):
         table.send(request(f"r{number}", [number] * 64, 20))
         if number < 4:

@@ -164,8 +164,8 @@ async def test_a_result_that_fits_no_plan_costs_the_worker_its_connection() -> N
         asking = asyncio.create_task(ask(bench.door, "r", [1], 4))
         await until(lambda: bool(bench.group.plans))
         bench.group.give(no_tokens(step_id=0))
-        await until(lambda: bool(bench.group.rejected))
-        assert bench.group.rejected == ["step 0 gave 0 tokens, expected 1"]
+        await until(lambda: bool(bench.group.dropped))
+        assert bench.group.dropped == ["step 0 gave 0 tokens, expected 1"]
         bench.group.eager = True
         bench.group.join(NUM_BLOCKS)
         assert await asking == generate_alone([1], 4, frozenset())
@@ -334,4 +334,4 @@ async def test_a_deadline_that_passes_in_the_queue_costs_no_step() -> None:
                     await read(late)
         await asyncio.gather(*others)
         assert not bench.group.plans
-    assert late.request.first_scheduled_ns is None
+        assert late.account().first_scheduled_ns is None
