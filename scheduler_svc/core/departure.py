@@ -27,7 +27,7 @@ def end(state: SchedulerState, request: Request, reason: FinishReason, now_ns: i
     else:
         state.waiting.remove(request)
     state.waiting.forget(request)
-    del state.live[request.request_id]
+    del state.live[request.key]
     if request.first_step_id is not None and request.last_step_id is None:
         request.last_step_id = max(0, state.next_step_id - 1)
     request.finish_reason = reason

@@ -84,6 +84,15 @@ class PrefixCache:
             return MissReason.LAST_TOKEN
         return MissReason.EVICTED if pool.was_evicted(name) else MissReason.UNSEEN
 
+    def names(self, request: Request) -> list[BlockHash]:
+        """Return the names of the full blocks a request had when it last waited, from the first.
+
+        Empty if the cache is disabled.
+        """
+        if self.enabled:
+            self._extend_hashes(request, memoryview(request.tokens), request.num_tokens)
+        return request.hashes
+
     def publish_prompt(
         self, row: int, request: Request, num_hits: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:

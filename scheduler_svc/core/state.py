@@ -7,7 +7,7 @@ from scheduler_svc.core.counters import Counters
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.prefix_cache import PrefixCache
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.victims import VictimPolicy
 from scheduler_svc.core.waiting_queue import WaitingQueue
@@ -29,8 +29,11 @@ class SchedulerState:
     choose_victim: VictimPolicy
     counters: Counters = field(default_factory=Counters)
 
-    live: dict[str, Request] = field(default_factory=dict)
-    """Requests that have not ended, by id."""
+    live: dict[RequestKey, Request] = field(default_factory=dict)
+    """Requests that have not ended, by tenant and id."""
+
+    expired: list[Request] = field(default_factory=list)
+    """Requests dropped from the queue for their deadlines, until the shell takes them."""
 
     pool: BlockPool | None = None
     """None until a worker group has joined."""

@@ -146,18 +146,18 @@ class AsyncClient:
         return wire.load(await self._unary(self._control.GetLoad, request, timeout))
 
     async def abort(
-        self, request_ids: Sequence[str], *, timeout: float | None = None
+        self, request_ids: Sequence[str], *, tenant: str = "", timeout: float | None = None
     ) -> AbortResult:
-        """End live requests; their streams finish with reason ABORT.
+        """End a tenant's live requests; their streams finish with reason ABORT.
 
         Raises: NotFoundError if none of the ids is live.
         """
-        request = control_pb2.AbortRequest(request_ids=request_ids)
+        request = control_pb2.AbortRequest(request_ids=request_ids, tenant=tenant)
         return wire.abort_result(await self._unary(self._control.Abort, request, timeout))
 
-    async def abort_all(self, *, timeout: float | None = None) -> AbortResult:
-        """End every live request."""
-        request = control_pb2.AbortRequest(all=True)
+    async def abort_all(self, *, tenant: str = "", timeout: float | None = None) -> AbortResult:
+        """End every live request of a tenant."""
+        request = control_pb2.AbortRequest(all=True, tenant=tenant)
         return wire.abort_result(await self._unary(self._control.Abort, request, timeout))
 
     async def health(self, *, timeout: float | None = None) -> bool:

@@ -140,13 +140,17 @@ class Client:
         """Return how busy the server is, and where its recent steps spent their time."""
         return self._loop_thread.run(self._client.load(timeout=timeout))
 
-    def abort(self, request_ids: Sequence[str], *, timeout: float | None = None) -> AbortResult:
-        """End live requests; their streams finish with reason ABORT."""
-        return self._loop_thread.run(self._client.abort(request_ids, timeout=timeout))
+    def abort(
+        self, request_ids: Sequence[str], *, tenant: str = "", timeout: float | None = None
+    ) -> AbortResult:
+        """End a tenant's live requests; their streams finish with reason ABORT."""
+        return self._loop_thread.run(
+            self._client.abort(request_ids, tenant=tenant, timeout=timeout)
+        )
 
-    def abort_all(self, *, timeout: float | None = None) -> AbortResult:
-        """End every live request."""
-        return self._loop_thread.run(self._client.abort_all(timeout=timeout))
+    def abort_all(self, *, tenant: str = "", timeout: float | None = None) -> AbortResult:
+        """End every live request of a tenant."""
+        return self._loop_thread.run(self._client.abort_all(tenant=tenant, timeout=timeout))
 
     def health(self, *, timeout: float | None = None) -> bool:
         """Tell whether the server can answer; it cannot while a worker loads, or draining."""

@@ -44,7 +44,7 @@ class ControlStub:
     Errors: NOT_FOUND for an unknown model.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_control_pb2.AbortRequest, _control_pb2.AbortResponse]
-    """Ends live requests; their streams finish with reason ABORT. Idempotent: ids that are not
+    """Ends live requests of one tenant; their streams finish with reason ABORT. Idempotent: ids that are not
     live are named in the answer, and are no error unless no id is live (NOT_FOUND).
     """
     SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_control_pb2.SubscribeKvEventsRequest, _control_pb2.SubscribeKvEventsResponse]
@@ -75,7 +75,7 @@ class ControlAsyncStub(ControlStub):
     Errors: NOT_FOUND for an unknown model.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_control_pb2.AbortRequest, _control_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends live requests; their streams finish with reason ABORT. Idempotent: ids that are not
+    """Ends live requests of one tenant; their streams finish with reason ABORT. Idempotent: ids that are not
     live are named in the answer, and are no error unless no id is live (NOT_FOUND).
     """
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_control_pb2.SubscribeKvEventsRequest, _control_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
@@ -133,7 +133,7 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.AbortResponse, _abc.Awaitable[_control_pb2.AbortResponse]]:
-        """Ends live requests; their streams finish with reason ABORT. Idempotent: ids that are not
+        """Ends live requests of one tenant; their streams finish with reason ABORT. Idempotent: ids that are not
         live are named in the answer, and are no error unless no id is live (NOT_FOUND).
         """
 
