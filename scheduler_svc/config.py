@@ -181,6 +181,15 @@ class SchedulerSettings(BaseSettings):
     """How blocks get their names: sha256 or xxhash; with _cbor equal to vLLM's names. xxhash is
     faster, and for trusted input of a single tenant only."""
 
+    eviction_policy: Literal["lru", "reuse-aware"] = "lru"
+    """Which idle block dies first. lru: used longest ago. reuse-aware: hit least."""
+
+    kv_cache_metrics: CliImplicitFlag[bool] = False
+    """Measure how long a sample of the blocks lives and how it is reused: three histograms."""
+
+    kv_cache_metrics_sample: float = Field(default=0.01, gt=0, le=1, allow_inf_nan=False)
+    """Share of allocations that are measured then."""
+
     hash_seed: str = Field(default="", coerce_numbers_to_str=True)
     """Enters every block's name; servers that compare names must agree on it. With _cbor it is
     vLLM's PYTHONHASHSEED."""

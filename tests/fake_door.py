@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 
 from scheduler_svc.core.errors import DuplicateRequestError, RequestError, UnavailableError
-from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.request import FinishReason, MissReason
 from scheduler_svc.service.engine_door import (
     Accepted,
     Account,
@@ -116,6 +116,7 @@ class FakeStream:
             first_step_id=0 if started else None,
             last_step_id=self._num_output_tokens if started else None,
             preemption_times_ns=tuple(self._door.preemption_times_ns),
+            miss_reason=MissReason.TAIL if started else None,
         )
 
 

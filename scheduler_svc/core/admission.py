@@ -45,11 +45,11 @@ def admit_waiting(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_
 def _look_ahead(state: SchedulerState, draft: StepDraft) -> None:
     """Note what the rows that run will still need for the tokens they know."""
     rows, block_size = state.rows, state.limits.block_size
-    order = draft.rows
-    known = rows.num_tokens[order]
-    lacking = -(-known // block_size) - rows.num_blocks[order]
+    lacking = -(-rows.num_tokens // block_size) - rows.num_blocks
     draft.promised_blocks = int(np.maximum(lacking, 0).sum())
-    gap = known - rows.num_computed[order]
+    gap = rows.num_tokens - rows.num_computed
+    for request, num_new in zip(draft.admitted, draft.admitted_num_new, strict=True):
+        gap[rows.row_of(request)] += num_new
     draft.num_long_prefills = int(np.count_nonzero(gap > state.limits.max_row_tokens))
 
 
@@ -87,7 +87,7 @@ def _claim(
         row, has_room = rows.row_of(victim), True
         promised = -(-int(rows.num_tokens[row]) // block_size) - len(victim.blocks)
         lacking -= pool.count_own(set(victim.blocks).difference(hits)) + max(0, promised)
-        budget += int(draft.num_new[draft.rows == row].sum())
+        budget += int(draft.num_new[row])
     if budget <= 0 or not victims:
         return False
     for victim in victims:
@@ -125,8 +125,8 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     pool.share(hits)
     needed = -(-(num_hit + count) // block_size) - len(hits)
     request.blocks = [*hits, *pool.allocate(needed)]
-    _count_admission(state, request, num_hit)
-    row = state.rows.take(request, num_hit + count, count)
+    _count_admission(state, request, num_hit, pool)
+    row = state.rows.take(request, num_hit + count)
     draft.published += state.prefixes.publish_prompt(row, request, len(hits), pool)
     draft.add(request, count)
     draft.promised_blocks += -(-request.num_tokens // block_size) - len(request.blocks)
@@ -135,16 +135,24 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     return True
 
 
-def _count_admission(state: SchedulerState, request: Request, num_hit: int) -> None:
+def _count_admission(
+    state: SchedulerState, request: Request, num_hit: int, pool: BlockPool
+) -> None:
     request.admitted_tokens = num_hit
     request.tokens_when_admitted = request.num_tokens
     counters = state.counters
     if request.first_scheduled_ns is None:
         request.num_cached_tokens = num_hit
         counters.prompt_tokens += request.num_prompt_tokens
+        reason = state.prefixes.miss_reason(request, num_hit // state.limits.block_size, pool)
+        request.miss_reason = reason
         if state.prefixes.enabled and request.read_cache:
-            counters.prefix_queries += request.num_tokens
+            queries = request.num_tokens
+            counters.prefix_queries += queries
             counters.prefix_hits += num_hit
+            missed = counters.prefix_misses
+            missed[reason] = missed.get(reason, 0) + queries - num_hit
+            state.prefixes.hit_rate.observe(queries, num_hit)
     else:
         again = max(0, request.computed_before_preemption - num_hit)
         request.num_recomputed_tokens += again

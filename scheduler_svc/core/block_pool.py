@@ -1,9 +1,9 @@
 """Users and names of every block: who holds it, and which prefix it can still be hit for.
 
-users  name   meaning                                   in the free queue
+users  name   meaning                                   may be handed out
 > 0    set    in use, shareable                         no
 > 0    none   being written                             no
-0      set    idle, content kept, can be hit            yes
+0      set    idle, content kept, can be hit            after the empty ones
 0      none   empty                                     yes
 """
 
@@ -13,7 +13,10 @@ from collections.abc import Iterable, Sequence
 
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.evicted_names import EvictedNames
+from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId, FreeBlockQueue
+from scheduler_svc.core.residency import Residency
 
 
 class BlockPool:
@@ -25,35 +28,67 @@ class BlockPool:
     Cost: O(1) per block moved.
     """
 
-    __slots__ = ("_free", "_index", "_names", "_twins", "_users", "num_blocks", "num_idle_cached")
+    __slots__ = (
+        "_empty",
+        "_evicted",
+        "_idle",
+        "_index",
+        "_names",
+        "_now_ns",
+        "_residency",
+        "_twins",
+        "_users",
+        "num_blocks",
+    )
 
-    def __init__(self, num_blocks: int) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        eviction: EvictionPolicyMaker = LruEviction,
+        residency: Residency | None = None,
+    ) -> None:
         self.num_blocks = num_blocks
-        self.num_idle_cached = 0
-        self._free = FreeBlockQueue(num_blocks)
+        self._now_ns = 0
+        self._residency = residency
+        self._empty = FreeBlockQueue(num_blocks)
+        self._idle = eviction(num_blocks)
         self._users = [0] * (num_blocks + 1)
         self._names: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._index: dict[BlockHash, BlockId] = {}
         self._twins: dict[BlockHash, list[BlockId]] = {}
+        self._evicted = EvictedNames(num_blocks)
 
     @property
     def num_free(self) -> int:
         """Blocks without a user: empty, or idle with content."""
-        return len(self._free)
+        return len(self._empty) + len(self._idle)
+
+    @property
+    def num_idle_cached(self) -> int:
+        """Blocks without a user whose content can be hit."""
+        return len(self._idle)
 
     @property
     def num_empty(self) -> int:
         """Blocks without a user and without content."""
-        return len(self._free) - self.num_idle_cached
+        return len(self._empty)
 
     @property
     def num_used(self) -> int:
         """Blocks with a user."""
-        return self.num_blocks - len(self._free)
+        return self.num_blocks - self.num_free
+
+    def set_time(self, now_ns: int) -> None:
+        """Say when what follows happens: once a step."""
+        self._now_ns = now_ns
 
     def lookup(self, name: BlockHash) -> BlockId | None:
         """Return a block with this name, or None. Changes nothing."""
         return self._index.get(name)
+
+    def was_evicted(self, name: BlockHash) -> bool:
+        """Whether a name was evicted lately: among the last `num_blocks` evictions."""
+        return name in self._evicted
 
     def count_idle(self, blocks: Iterable[BlockId]) -> int:
         """Return how many of the blocks have no user, so that sharing them takes free ones."""
@@ -75,33 +110,41 @@ class BlockPool:
             return 0
         return bisect_left(blocks, True, key=lambda block: users[block] < 2 or names[block] is None)
 
-    def share(self, blocks: Iterable[BlockId]) -> None:
-        """Add a user to each block. Idle ones leave the free queue."""
-        users = self._users
+    def share(self, blocks: Sequence[BlockId]) -> None:
+        """Add a user to each block that a prefix was found in. Idle ones are idle no more."""
+        users, idle = self._users, self._idle
         for block in blocks:
             if users[block] == 0:
-                self._free.remove(block)
-                self.num_idle_cached -= 1
+                idle.remove(block)
             users[block] += 1
+        idle.note_hits(blocks)
+        if self._residency is not None:
+            self._residency.hit(blocks, self._now_ns)
 
     def allocate(self, count: int) -> list[BlockId]:
         """Hand out `count` blocks, each with one user, evicting idle content as needed.
 
         Raises: IndexError if fewer are free. Nothing is changed then.
         """
-        blocks = self._free.pop(count)
-        users, names = self._users, self._names
+        if count > self.num_free:
+            raise IndexError(f"{count} blocks wanted, {self.num_free} free")
+        users, num_empty = self._users, len(self._empty)
+        blocks = self._empty.pop(min(count, num_empty))
+        if count > num_empty:
+            evicted = self._idle.evict(count - num_empty)
+            for block in evicted:
+                self._evict(block)
+            blocks += evicted
         for block in blocks:
-            if names[block] is not None:
-                self._forget(block)
-                self.num_idle_cached -= 1
             users[block] = 1
+        if self._residency is not None:
+            self._residency.allocated(blocks, self._now_ns)
         return blocks
 
     def release(self, blocks: Sequence[BlockId]) -> None:
         """Take a user from each block, given in the order in which they shall be reused.
 
-        Empty blocks go to the head of the free queue, named ones to its tail.
+        Empty blocks are handed out before all others, the latest first.
         """
         users, names = self._users, self._names
         empty: list[BlockId] = []
@@ -110,15 +153,15 @@ class BlockPool:
             users[block] -= 1
             if users[block] == 0:
                 (empty if names[block] is None else named).append(block)
-        self._free.push_front(empty)
-        self._free.push(named)
-        self.num_idle_cached += len(named)
+        self._empty.push_front(empty)
+        self._idle.add(named)
 
     def publish(self, block: BlockId, name: BlockHash) -> None:
         """Give a block in use its name, so that it can be hit."""
         self._names[block] = name
         if self._index.setdefault(name, block) != block:
             self._twins.setdefault(name, []).append(block)
+        self._idle.note_published(block, came_back=self._evicted.discard(name))
 
     def retract(self, block: BlockId) -> None:
         """Take a block's name away, since its content is in doubt. No name: nothing happens."""
@@ -126,16 +169,26 @@ class BlockPool:
             return
         self._forget(block)
         if self._users[block] == 0:
-            self.num_idle_cached -= 1
-            self._free.remove(block)
-            self._free.push_front([block])
+            self._idle.remove(block)
+            self._empty.push_front([block])
 
     def flush(self) -> int:
         """Take every name away and return how many there were. Users keep their blocks."""
         named = [BlockId(b) for b, name in enumerate(self._names) if name is not None]
         for block in named:
             self.retract(block)
+        self._evicted.clear()
+        if self._residency is not None:
+            self._residency.clear()
         return len(named)
+
+    def _evict(self, block: BlockId) -> None:
+        name = self._names[block]
+        if name is None:
+            raise InvariantError(f"block {block} is idle without a name")
+        self._forget(block)
+        if name not in self._index:
+            self._evicted.add(name)
 
     def _forget(self, block: BlockId) -> None:
         name = self._names[block]
@@ -154,20 +207,21 @@ class BlockPool:
             del self._twins[name]
 
     def check(self, tables: Iterable[Sequence[BlockId]]) -> None:
-        """Prove that users, names, index and free queue agree with the block tables.
+        """Prove that users, names, index and free blocks agree with the block tables.
 
         Raises: InvariantError. Cost: O(blocks); for tests and watchdogs.
         """
         expected = Counter(block for table in tables for block in table)
-        free = list(self._free)
-        _require(len(set(free)) == len(free) == self.num_free, "free queue holds a block twice")
+        empty, idle = list(self._empty), list(self._idle)
+        free = {*empty, *idle}
+        _require(len(free) == len(empty) + len(idle) == self.num_free, "a block is free twice")
         _require(NULL_BLOCK not in free and NULL_BLOCK not in expected, "null block handed out")
         for block in range(1, self.num_blocks + 1):
             users = self._users[block]
             _require(users == expected[BlockId(block)], f"block {block} has {users} users")
-            _require((users == 0) == (block in set(free)), f"block {block} is lost or free in use")
-        idle = [block for block in free if self._names[block] is not None]
-        _require(len(idle) == self.num_idle_cached, "idle blocks miscounted")
+            _require((users == 0) == (block in free), f"block {block} is lost or free in use")
+        _require(all(self._names[block] is None for block in empty), "an empty block has a name")
+        _require(all(self._names[block] is not None for block in idle), "an idle block has no name")
         named: dict[BlockHash, list[BlockId]] = {}
         for number, name in enumerate(self._names):
             if name is not None:
@@ -176,6 +230,7 @@ class BlockPool:
         for name, blocks in named.items():
             found = [self._index[name], *self._twins.get(name, [])]
             _require(sorted(found) == blocks, "index points to a block of another name")
+        _require(not any(name in self._evicted for name in named), "a name is evicted and here")
 
 
 def _require(claim: bool, message: str) -> None:  # noqa: FBT001 - a claim is a boolean

@@ -4,41 +4,54 @@ import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import preempt
+from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_draft import StepDraft
+from scheduler_svc.core.step_plan import IndexArray, Int32Array
 
 
 def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_ns: int) -> None:
     """Give running requests their next tokens, preempting victims if blocks run out."""
     rows, block_size, most = state.rows, state.limits.block_size, state.limits.max_row_tokens
     while True:
-        order = rows.order
-        known = rows.num_tokens[order] + rows.num_pending[order]
-        computed = rows.num_computed[order]
+        known = rows.num_tokens + rows.num_pending
+        count = np.minimum(known - rows.num_computed, most)
         # A row whose last token is already on its way has nothing left to compute.
-        gap = np.where(known < rows.limit[order], np.minimum(known - computed, most), 0)
-        before = np.cumsum(gap) - gap
-        count = np.clip(gap, 0, np.maximum(draft.budget - before, 0)).astype(np.int32)
-        held = rows.num_blocks[order]
-        needed = np.where(count > 0, -(-(computed + count) // block_size) - held, 0)
-        if int(needed.sum()) <= pool.num_free:
+        count *= known < rows.limit
+        num_tokens = int(count.sum())
+        if num_tokens > draft.budget:
+            _cut(count, rows.order, draft.budget)
+            num_tokens = draft.budget
+        reached = rows.num_computed + count
+        growing = np.flatnonzero(reached > rows.num_blocks * block_size)
+        if not len(growing):
+            break
+        needed = -(-reached[growing] // block_size) - rows.num_blocks[growing]
+        num_needed = int(needed.sum())
+        if num_needed <= pool.num_free:
+            _grow(rows, draft, growing, needed, pool.allocate(num_needed))
             break
         preempt(state, state.choose_victim(rows.running, rows, pool, block_size), now_ns)
         draft.num_preempted += 1
-    draft.rows, draft.num_new = order, count
-    draft.budget -= draft.num_running_tokens
-    growing = np.flatnonzero(needed)
-    if len(growing):
-        _grow(state, draft, pool, order[growing].tolist(), needed[growing].tolist())
+    draft.num_new = count
+    draft.take(num_tokens)
+
+
+def _cut(count: Int32Array, order: IndexArray, budget: int) -> None:
+    """Cut the tokens of rows where the budget ends, which goes to the first in order."""
+    wanted = count[order]
+    before = np.cumsum(wanted) - wanted
+    count[order] = np.clip(budget - before, 0, wanted)
 
 
 def _grow(
-    state: SchedulerState, draft: StepDraft, pool: BlockPool, rows: list[int], counts: list[int]
+    rows: Rows, draft: StepDraft, growing: IndexArray, needed: Int32Array, blocks: list[BlockId]
 ) -> None:
-    fresh = iter(pool.allocate(sum(counts)))
-    for row, count in zip(rows, counts, strict=True):
-        blocks = [next(fresh) for _ in range(count)]
-        state.rows.owner(row).blocks += blocks
-        state.rows.num_blocks[row] += count
-        draft.appended_rows += [row] * count
-        draft.appended_blocks += blocks
+    """Give rows `needed` blocks each. Shapes: growing and needed [G]; blocks: their sum."""
+    rows.num_blocks[growing] += needed
+    gaining = growing if len(blocks) == len(growing) else growing.repeat(needed)
+    for request, block in zip(rows.owners_of(gaining), blocks, strict=True):
+        request.blocks.append(block)
+    draft.appended_rows += gaining.tolist()
+    draft.appended_blocks += blocks

@@ -1,6 +1,8 @@
 """What has happened since start, as plain numbers the shell reads."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+from scheduler_svc.core.request import MissReason
 
 
 @dataclass(slots=True)
@@ -21,6 +23,9 @@ class Counters:
 
     prefix_hits: int = 0
     """Of these, tokens found."""
+
+    prefix_misses: dict[MissReason, int] = field(default_factory=dict)
+    """Of these, tokens not found, by what ended the hit. Queries are hits and misses."""
 
     preemptions: int = 0
     """Requests that lost their blocks, each time."""

@@ -25,11 +25,14 @@ class FreeBlockQueue:
 
     __slots__ = ("_next", "_prev", "_size")
 
-    def __init__(self, num_blocks: int) -> None:
-        """Link the ids 1 .. num_blocks in order."""
+    def __init__(self, num_blocks: int, *, linked: bool = True) -> None:
+        """Link the ids 1 .. num_blocks in order, or none of them."""
         self._next = [BlockId(i) for i in (*range(1, num_blocks + 1), 0)]
         self._prev = [BlockId(i) for i in (num_blocks, *range(num_blocks))]
         self._size = num_blocks
+        if not linked:
+            self._next[NULL_BLOCK] = self._prev[NULL_BLOCK] = NULL_BLOCK
+            self._size = 0
 
     def __len__(self) -> int:
         return self._size

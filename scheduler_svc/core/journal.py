@@ -13,7 +13,7 @@ import numpy.typing as npt
 
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.request import Request
-from scheduler_svc.core.step_plan import Int32Array
+from scheduler_svc.core.step_plan import IndexArray, Int32Array
 
 
 @dataclass(slots=True, eq=False)
@@ -23,7 +23,7 @@ class FlyingStep:
     step_id: int
     """The plan's."""
 
-    rows: Int32Array
+    rows: IndexArray
     """[R] Rows that run, ascending."""
 
     generations: Int32Array

@@ -9,16 +9,16 @@ import numpy as np
 from scheduler_svc.core.block_hash import BlockHash, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.hit_rate import HitRateWindow
 from scheduler_svc.core.journal import Journal
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import MissReason, Request
 from scheduler_svc.core.rows import Rows
-from scheduler_svc.core.step_plan import Int32Array
 
 
 class PrefixCache:
     """Names of blocks, from request to pool. Disabled, it finds, hashes and names nothing."""
 
-    __slots__ = ("_algorithm", "_block_size", "_journal", "_root", "_rows", "enabled")
+    __slots__ = ("_algorithm", "_block_size", "_journal", "_root", "_rows", "enabled", "hit_rate")
 
     def __init__(
         self,
@@ -30,6 +30,7 @@ class PrefixCache:
         enabled: bool,
     ) -> None:
         self.enabled = enabled
+        self.hit_rate = HitRateWindow()
         self._algorithm = algorithm
         self._block_size = block_size
         self._rows = rows
@@ -68,6 +69,19 @@ class PrefixCache:
             self._extend_hashes(request, memoryview(request.tokens), request.num_tokens)
         return request.hashes
 
+    def miss_reason(self, request: Request, num_hits: int, pool: BlockPool) -> MissReason:
+        """Return why `find` gave a request no more than `num_hits` blocks."""
+        if not self.enabled:
+            return MissReason.DISABLED
+        if not request.read_cache:
+            return MissReason.NOT_READ
+        if num_hits == len(request.hashes):
+            return MissReason.TAIL
+        name = request.hashes[num_hits]
+        if pool.lookup(name) is not None:
+            return MissReason.LAST_TOKEN
+        return MissReason.EVICTED if pool.was_evicted(name) else MissReason.UNSEEN
+
     def publish_prompt(
         self, row: int, request: Request, num_hits: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
@@ -82,18 +96,19 @@ class PrefixCache:
         rows.num_published[row] = num_hits
         return self._publish(row, request, num_full, pool) if self.enabled else []
 
-    def publish_filled(self, candidates: Int32Array, pool: BlockPool) -> None:
-        """Name the blocks of running rows that have become full. Shape: candidates [R]."""
+    def publish_filled(self, pool: BlockPool) -> None:
+        """Name the blocks of running rows that have become full."""
         if not self.enabled:
             return
-        rows = self._rows
-        full = np.minimum(rows.num_computed[candidates], rows.num_tokens[candidates])
-        full //= self._block_size
-        grown = full > rows.num_published[candidates]
-        for row, num_full in zip(candidates[grown].tolist(), full[grown].tolist(), strict=True):
+        rows, block_size = self._rows, self._block_size
+        filled = np.minimum(rows.num_computed, rows.num_tokens)
+        grown = np.flatnonzero(filled - rows.num_published * block_size >= block_size)
+        if not len(grown):
+            return
+        for row, num_tokens in zip(grown.tolist(), filled[grown].tolist(), strict=True):
             request = rows.owner(row)
-            num_tokens = num_full * self._block_size
             self._extend_hashes(request, memoryview(rows.tokens[row]), num_tokens)
+            num_full = num_tokens // block_size
             self._journal.note_published(self._publish(row, request, num_full, pool))
 
     def _publish(

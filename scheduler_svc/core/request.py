@@ -32,6 +32,28 @@ class FinishReason(Enum):
     """It could not be computed."""
 
 
+class MissReason(Enum):
+    """Why the prefix hit of a request, at its first admission, went no further."""
+
+    UNSEEN = "unseen"
+    """Its next block has no name here: never seen, under this salt, or too long ago."""
+
+    EVICTED = "evicted"
+    """Its next block was evicted lately."""
+
+    LAST_TOKEN = "last_token"  # noqa: S105 - no password
+    """All is cached, but the last block runs, since only a run gives logits."""
+
+    TAIL = "tail"
+    """What is left fills no block."""
+
+    NOT_READ = "not_read"
+    """The request reads no cache."""
+
+    DISABLED = "disabled"
+    """Prefix caching is off."""
+
+
 @dataclass(frozen=True, slots=True)
 class Sampling:
     """How the next token is drawn; every value is in its bound."""
@@ -94,6 +116,7 @@ class Request:
         "held_since_ns",
         "last_step_id",
         "limit",
+        "miss_reason",
         "num_cached_tokens",
         "num_passes",
         "num_pending_tokens",
@@ -114,6 +137,9 @@ class Request:
         "tokens_when_admitted",
         "weight",
     )
+
+    finish_reason: FinishReason | None
+    miss_reason: MissReason | None
 
     def __init__(
         self,
@@ -181,7 +207,7 @@ class Request:
         self.finished_ns: int | None = None
         self.first_step_id: int | None = None
         self.last_step_id: int | None = None
-        self.finish_reason: FinishReason | None = None
+        self.finish_reason = self.miss_reason = None
         self.stop_token_id: int | None = None
         self.error = ""
 

@@ -7,7 +7,7 @@ from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.journal import FlyingStep
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.state import SchedulerState
-from scheduler_svc.core.step_plan import Int32Array, StepOutcome, StepResult
+from scheduler_svc.core.step_plan import IndexArray, Int32Array, StepOutcome, StepResult
 
 
 def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> StepOutcome:
@@ -27,7 +27,7 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
     sampling = step.samples & ~np.isin(step.rows, list(failed)) if failed else step.samples
     rows, sampled = step.rows[sampling], result.tokens
     alive = state.rows.generation[rows] == step.generations[sampling]
-    if not alive.all():
+    if np.count_nonzero(alive) < len(alive):
         for row, token in zip(rows[~alive].tolist(), sampled[~alive].tolist(), strict=True):
             if (request := step.orphans.get(row)) is not None:
                 _append_to_waiting(state, request, token, step.step_id, now_ns, outcome)
@@ -42,7 +42,7 @@ def _take_step(state: SchedulerState, result: StepResult, failed: set[int]) -> F
     if result.step_id != expected:
         raise ValueError(f"result of step {result.step_id}, expected {expected}")
     step = next(iter(state.journal))
-    wanted = int(step.samples.sum())
+    wanted = int(np.count_nonzero(step.samples))
     if failed:
         wanted -= int(step.samples[np.isin(step.rows, list(failed))].sum())
     if len(result.tokens) != wanted:
@@ -60,7 +60,7 @@ def _take_step(state: SchedulerState, result: StepResult, failed: set[int]) -> F
 
 def _append(
     state: SchedulerState,
-    order: Int32Array,
+    order: IndexArray,
     sampled: Int32Array,
     step_id: int,
     pool: BlockPool,
@@ -69,19 +69,18 @@ def _append(
 ) -> None:
     """Append one token to each row; end those that stopped or reached their limit."""
     rows = state.rows
-    length = rows.num_tokens[order]
-    rows.tokens[order, length] = sampled
-    rows.num_tokens[order] = length + 1
-    rows.num_pending[order] -= 1
+    length = rows.append(order, sampled)
     state.counters.generation_tokens += len(order)
-    outcome.requests.extend(rows.owners_of(order.tolist()))
+    outcome.requests.extend(rows.owners_of(order))
     outcome.tokens.extend(sampled.tolist())
-    for row in order[length == rows.num_prompt[order]].tolist():
-        rows.owner(row).first_token_ns = now_ns
+    first = length - rows.num_prompt[order] == 1
+    if np.count_nonzero(first):
+        for request in rows.owners_of(order[first]):
+            request.first_token_ns = now_ns
     stopped = rows.stops(order, sampled)
-    ended = stopped | (rows.num_tokens[order] >= rows.limit[order])
-    state.prefixes.publish_filled(order, pool)
-    if ended.any():
+    ended = stopped | (length >= rows.limit[order])
+    state.prefixes.publish_filled(pool)
+    if np.count_nonzero(ended):
         for place in np.flatnonzero(ended).tolist():
             request = rows.owner(int(order[place]))
             reason = FinishReason.STOP if stopped[place] else FinishReason.LENGTH

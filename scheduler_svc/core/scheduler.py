@@ -14,6 +14,7 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.length_limit import length_limit
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.prefix_cache import PrefixCache
@@ -49,6 +50,7 @@ class Scheduler:
         hash_algorithm: HashAlgorithm = SHA256,
         waiting: WaitingQueue | None = None,
         choose_victim: VictimPolicy = cheapest,
+        memory: KvMemory | None = None,
     ) -> None:
         rows, journal = Rows(limits.max_num_seqs, limits.max_model_len), Journal()
         self._state = SchedulerState(
@@ -61,6 +63,7 @@ class Scheduler:
             ),
             choose_victim,
         )
+        self._memory = KvMemory() if memory is None else memory
         self._next_sequence = 0
 
     # What the shell reads.
@@ -101,6 +104,11 @@ class Scheduler:
         return self._state.waiting.num_tokens
 
     @property
+    def hit_rate(self) -> float:
+        """Share of tokens found in the prefix cache, over the latest 1,000 requests."""
+        return self._state.prefixes.hit_rate.rate
+
+    @property
     def has_work(self) -> bool:
         """A request is live."""
         return bool(self._state.live)
@@ -114,7 +122,7 @@ class Scheduler:
         """
         state = self._state
         self.lose_worker(now_ns)
-        state.pool = BlockPool(num_blocks)
+        state.pool = self._memory.new_pool(num_blocks)
         if state.prefixes.set_root(root):
             for request in state.waiting:
                 request.hashes.clear()
@@ -223,6 +231,7 @@ class Scheduler:
         pool = state.pool
         if pool is None or not state.connected or self.num_in_flight >= state.limits.pipeline_depth:
             return None
+        pool.set_time(now_ns)
         draft = StepDraft(budget=state.limits.max_num_batched_tokens)
         continue_running(state, draft, pool, now_ns)
         if not draft.num_preempted or not draft.has_rows:
@@ -253,6 +262,7 @@ class Scheduler:
         state = self._state
         if state.pool is not None:
             state.pool.check([request.blocks for request in state.live.values()])
+        state.rows.check()
         running = state.rows.running
         if sorted(r.precedence for r in running) != [r.precedence for r in running]:
             raise InvariantError("running requests are not in order of precedence")

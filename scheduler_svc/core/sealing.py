@@ -12,31 +12,29 @@ from scheduler_svc.core.step_plan import AdmittedRow, StepPlan
 
 def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
     """Advance the rows, enter the step in the journal and return the plan."""
-    rows = state.rows
-    order, count = draft.rows, draft.num_new
-    expected = (rows.num_last_new[order] > 0).astype(np.int32)
-    odd = count != expected
-    exceptions = (order[odd], rows.num_computed[order[odd]], count[odd])
-    rows.num_computed[order] += count
-    rows.num_last_new[order] = count
-    state.waiting.charge_rows(rows.account, order, count)
+    rows, count = state.rows, draft.num_new
+    odd = np.flatnonzero(count != (rows.num_last_new > 0))
+    exceptions = (odd.astype(np.int32), rows.num_computed[odd], count[odd])
+    rows.num_computed += count
+    state.waiting.charge_rows(rows.account, count)
     admitted = tuple(
         _describe(state, request, num_new)
         for request, num_new in zip(draft.admitted, draft.admitted_num_new, strict=True)
     )
-    ran = order[count > 0]
-    if admitted:
-        ran = np.concatenate([ran, np.array([row.row for row in admitted], dtype=np.int32)])
-    ran.sort()
-    samples = rows.num_computed[ran] == rows.num_tokens[ran] + rows.num_pending[ran]
-    rows.num_pending[ran[samples]] += 1
-    step = FlyingStep(state.next_step_id, ran, rows.generation[ran], samples)
+    for row in admitted:
+        count[row.row] = row.num_new_tokens
+    rows.num_last_new = count
+    ran = np.flatnonzero(count)
+    samples = (rows.num_computed == rows.num_tokens + rows.num_pending) & (count > 0)
+    rows.num_pending += samples
+    step = FlyingStep(state.next_step_id, ran, rows.generation[ran], samples[ran])
     step.published += draft.published
     state.journal.add(step)
-    state.prefixes.publish_filled(ran, pool)
+    state.prefixes.publish_filled(pool)
     plan = draft.seal(
         state.next_step_id,
         reset=state.reset,
+        num_rows=len(ran),
         released_rows=[] if state.reset else state.released_rows,
         exceptions=exceptions,
         admitted_rows=admitted,

@@ -22,11 +22,11 @@ class StepDraft:
     budget: int
     """Tokens the step may still take."""
 
-    rows: Int32Array = field(default_factory=lambda: EMPTY)
-    """[R] Rows that were running before this step."""
+    num_tokens: int = 0
+    """Tokens it takes so far."""
 
     num_new: Int32Array = field(default_factory=lambda: EMPTY)
-    """[R] Their tokens to run now, 0 for none."""
+    """[all rows] Tokens that rows run which were running before; 0 for none."""
 
     appended_rows: list[int] = field(default_factory=list)
     """One row per appended block …"""
@@ -54,9 +54,8 @@ class StepDraft:
 
     def drop(self, row: int) -> None:
         """Let a row that was running do nothing after all; it is about to lose its blocks."""
-        kept = self.rows != row
-        self.budget += int(self.num_new[~kept].sum())
-        self.rows, self.num_new = self.rows[kept], self.num_new[kept]
+        self.take(-int(self.num_new[row]))
+        self.num_new[row] = 0
         appended = [
             (other, block)
             for other, block in zip(self.appended_rows, self.appended_blocks, strict=True)
@@ -69,17 +68,17 @@ class StepDraft:
         """Let an admitted request run some tokens."""
         self.admitted.append(request)
         self.admitted_num_new.append(num_new)
-        self.budget -= num_new
+        self.take(num_new)
 
-    @property
-    def num_running_tokens(self) -> int:
-        """Tokens of rows that were running before."""
-        return int(self.num_new.sum())
+    def take(self, num_tokens: int) -> None:
+        """Take tokens from the budget; give them back if there are less than none."""
+        self.budget -= num_tokens
+        self.num_tokens += num_tokens
 
     @property
     def has_rows(self) -> bool:
         """Something runs."""
-        return bool(self.admitted) or bool(self.num_new.any())
+        return self.num_tokens > 0
 
     def seal(
         self,
@@ -87,6 +86,7 @@ class StepDraft:
         *,
         reset: bool,
         released_rows: list[int],
+        num_rows: int,
         exceptions: tuple[Int32Array, Int32Array, Int32Array],
         admitted_rows: tuple[AdmittedRow, ...],
     ) -> StepPlan:
@@ -103,7 +103,7 @@ class StepDraft:
         return StepPlan(
             step_id=step_id,
             reset=reset,
-            released_rows=np.array(released_rows, dtype=np.int32),
+            released_rows=np.array(released_rows, dtype=np.int32) if released_rows else EMPTY,
             admitted=admitted_rows,
             appended=appended,
             copy_sources=EMPTY,
@@ -111,7 +111,7 @@ class StepDraft:
             exception_rows=exceptions[0],
             exception_num_computed_tokens=exceptions[1],
             exception_num_new_tokens=exceptions[2],
-            num_rows=int(np.count_nonzero(self.num_new)) + len(self.admitted),
-            num_tokens=self.num_running_tokens + sum(self.admitted_num_new),
+            num_rows=num_rows,
+            num_tokens=self.num_tokens,
             num_preempted=self.num_preempted,
         )

@@ -8,6 +8,8 @@ import numpy.typing as npt
 from scheduler_svc.core.request import Request, Sampling
 
 Int32Array = npt.NDArray[np.int32]
+IndexArray = npt.NDArray[np.intp]
+"""Row numbers as numpy indexes with them: other integers cost a copy at each use."""
 
 EMPTY: Int32Array = np.zeros(0, dtype=np.int32)
 EMPTY.setflags(write=False)

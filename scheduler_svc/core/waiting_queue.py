@@ -72,8 +72,8 @@ class WaitingQueue:
     def charge(self, request: Request, num_tokens: int) -> None:
         """Note tokens that a request runs in the step that admits it."""
 
-    def charge_rows(self, accounts: Int32Array, rows: Int32Array, num_new: Int32Array) -> None:
-        """Note tokens that rows run. Shapes: accounts [all rows], rows [R], num_new [R]."""
+    def charge_rows(self, accounts: Int32Array, num_new: Int32Array) -> None:
+        """Note tokens that rows run. Shapes: both [all rows]."""
 
     def forget(self, request: Request) -> None:
         """Note that a request has ended."""
@@ -186,9 +186,9 @@ class FairQueue(WaitingQueue):
         if request.account is not None:
             self._shares.charge(request.account, num_tokens)
 
-    def charge_rows(self, accounts: Int32Array, rows: Int32Array, num_new: Int32Array) -> None:
+    def charge_rows(self, accounts: Int32Array, num_new: Int32Array) -> None:
         """Charge the tenants of rows, all at once."""
-        self._shares.charge_many(accounts[rows], num_new)
+        self._shares.charge_many(accounts, num_new)
 
     def forget(self, request: Request) -> None:
         """Close the tenant's account with its last request, unless it was served ahead."""

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
@@ -69,6 +69,7 @@ class Engine:
         step_timeout_s: float = 300.0,
         tenant_weights: Mapping[str, float] | None = None,
         observers: Sequence[StepObserver] = (),
+        after_turn: Callable[[], None] | None = None,
         tracer: StepTracer | None = None,
     ) -> None:
         self.serving = ServingFlag()
@@ -81,6 +82,7 @@ class Engine:
         self._recent = RecentSteps()
         self._observers = (self._recent, *observers, *([tracer] if tracer else []))
         self._tracer = tracer
+        self._after_turn = after_turn
         self._streams: dict[Request, RequestStream] = {}
         self._empty = asyncio.Event()
         self._empty.set()
@@ -122,6 +124,8 @@ class Engine:
                 self._send_plans()
                 for landing in landings:
                     self._emit(landing)
+                if self._after_turn is not None:
+                    self._after_turn()
                 await self._mailbox.wait()
         except InvariantError:
             self._log_state()
@@ -180,8 +184,9 @@ class Engine:
         """End the connection of a worker that does not answer; its requests go on elsewhere."""
         step_id = self._flights[0].plan.step_id
         self._log.error("step hangs", step_id=step_id, seconds=round(taken_s, 3))
-        self._log_state()
         self._group.drop_worker(f"step {step_id} gave no result for {taken_s:.1f} s")
+        # Until the loop hears of the loss, the state is as it was.
+        self._log_state()
 
     def _log_state(self) -> None:
         for line in self._scheduler.dump(time.monotonic_ns()).splitlines():
@@ -289,6 +294,7 @@ class Engine:
             prompt_tokens=account.num_prompt_tokens,
             output_tokens=account.num_output_tokens,
             cached_tokens=account.num_cached_tokens,
+            miss_reason=account.miss_reason.value if account.miss_reason else "",
             preemptions=account.num_preemptions,
             first_step=account.first_step_id,
             last_step=account.last_step_id,

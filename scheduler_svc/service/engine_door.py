@@ -1,12 +1,12 @@
 """What a front end and the engine say to each other: plain data, so that one can leave home."""
 
 from array import array
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
-from scheduler_svc.core.request import FinishReason, Sampling
+from scheduler_svc.core.request import FinishReason, MissReason, Sampling
 from scheduler_svc.service.step_record import StepTimes
 
 
@@ -95,6 +95,9 @@ class Account:
     last_step_id: int | None
     preemption_times_ns: tuple[int, ...]
 
+    miss_reason: MissReason | None = None
+    """Why the prefix hit went no further. None until first admitted."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finish:
@@ -165,6 +168,17 @@ class Totals:
 
 
 @dataclass(frozen=True, slots=True)
+class CacheState:
+    """How the prefix cache does."""
+
+    hit_rate: float
+    """Share of tokens found, over the latest 1,000 requests."""
+
+    missed_tokens: Mapping[MissReason, int]
+    """Tokens looked up and not found since start, by what ended the hit."""
+
+
+@dataclass(frozen=True, slots=True)
 class Load:
     """How busy the engine is, as pagemill.v1.GetLoadResponse."""
 
@@ -182,6 +196,8 @@ class Load:
 
     recent: StepTimes | None
     """Means over the last steps. None before the first."""
+
+    cache: CacheState = CacheState(0.0, {})
 
 
 @dataclass(frozen=True, slots=True)

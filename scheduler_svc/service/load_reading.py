@@ -1,7 +1,7 @@
 """How busy the core is, as the door tells it."""
 
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service.engine_door import Load, Totals
+from scheduler_svc.service.engine_door import CacheState, Load, Totals
 from scheduler_svc.service.step_record import StepTimes
 
 
@@ -26,4 +26,5 @@ def read_load(scheduler: Scheduler, recent: StepTimes | None) -> Load:
             recomputed_tokens=counters.recomputed_tokens,
         ),
         recent=recent,
+        cache=CacheState(scheduler.hit_rate, dict(counters.prefix_misses)),
     )

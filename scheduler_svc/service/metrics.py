@@ -19,6 +19,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.residency import Residency
 from scheduler_svc.service.engine_door import Account, Load
 from scheduler_svc.service.step_record import StepRecord
 
@@ -34,6 +35,10 @@ _FIRST_TOKEN_BUCKETS = (
 _INTER_TOKEN_BUCKETS = (
     *(0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75),
     *(1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0),
+)
+_RESIDENCY_BUCKETS = (
+    *(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0),
+    *(20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0),
 )
 _REQUEST_BUCKETS = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0),
@@ -163,6 +168,39 @@ class RequestMetrics:
         self._refused.labels(code.name).inc()
 
 
+class ResidencyMetrics:
+    """How long a sample of the blocks lives, and how it is reused."""
+
+    def __init__(self, registry: CollectorRegistry, residency: Residency) -> None:
+        def histogram(name: str, meaning: str) -> Histogram:
+            return Histogram(
+                f"pagemill_kv_block_{name}_seconds",
+                meaning,
+                buckets=_RESIDENCY_BUCKETS,
+                registry=registry,
+            )
+
+        self._residency = residency
+        self._lifetime = histogram(
+            "lifetime", "From a block's allocation to the next; with --kv-cache-metrics."
+        )
+        self._idle = histogram(
+            "idle_before_evict",
+            "From a block's latest hit to its next allocation; with --kv-cache-metrics.",
+        )
+        self._gap = histogram(
+            "reuse_gap", "Between the latest four hits of a block; with --kv-cache-metrics."
+        )
+
+    def collect_lives(self) -> None:
+        """Note the lives that have ended since the last call."""
+        for life in self._residency.take():
+            self._lifetime.observe(1e-9 * life.lifetime_ns)
+            self._idle.observe(1e-9 * life.idle_ns)
+            for gap_ns in life.reuse_gaps_ns:
+                self._gap.observe(1e-9 * gap_ns)
+
+
 class LoadCollector(Collector):
     """The engine's state and totals at the time of a scrape."""
 
@@ -186,6 +224,19 @@ class LoadCollector(Collector):
         blocks.add_metric(["idle_cached"], load.idle_cached_blocks)
         blocks.add_metric(["free"], load.free_blocks)
         yield blocks
+        yield GaugeMetricFamily(
+            "pagemill_prefix_cache_hit_rate",
+            "Share of tokens found in the cache, over the latest 1,000 requests.",
+            load.cache.hit_rate,
+        )
+        misses = CounterMetricFamily(
+            "pagemill_prefix_cache_misses",
+            "Tokens looked up and not found, by what ended the hit.",
+            labels=["reason"],
+        )
+        for reason, tokens in load.cache.missed_tokens.items():
+            misses.add_metric([reason.value], tokens)
+        yield misses
         totals = load.totals
         for name, meaning, value in (
             ("steps", "Steps run.", totals.steps),

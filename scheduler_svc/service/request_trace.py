@@ -140,6 +140,7 @@ class RequestTrace:
             names.FINISH_REASONS: [reason.value],
             names.OUTPUT_TOKENS: account.num_output_tokens,
             names.CACHED_TOKENS: account.num_cached_tokens,
+            names.MISS_REASON: account.miss_reason.value if account.miss_reason else None,
             names.RECOMPUTED_TOKENS: account.num_recomputed_tokens,
             names.PREEMPTIONS: account.num_preemptions,
             names.FIRST_STEP_ID: account.first_step_id,

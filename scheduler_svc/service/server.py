@@ -16,8 +16,11 @@ from prometheus_client import CollectorRegistry
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.block_hash import HashAlgorithm
 from scheduler_svc.core.errors import UnavailableError
+from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
+from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.residency import Residency
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.victims import VICTIM_POLICIES
 from scheduler_svc.core.waiting_queue import waiting_queue
@@ -30,6 +33,7 @@ from scheduler_svc.service.listener import Listener
 from scheduler_svc.service.metrics import (
     LoadCollector,
     RequestMetrics,
+    ResidencyMetrics,
     StepMetrics,
     new_registry,
 )
@@ -170,6 +174,8 @@ def _build(
     incarnation = secrets.randbits(64)
     mailbox = Mailbox()
     algorithm = HASH_ALGORITHMS[settings.prefix_caching_hash_algo]
+    memory = _memory(settings)
+    residency = memory.residency
     group = WorkerGroup(
         _terms(settings, facts, limits),
         mailbox,
@@ -178,7 +184,7 @@ def _build(
         hash_seed=settings.hash_seed,
     )
     engine = Engine(
-        _scheduler(settings, limits, algorithm),
+        _scheduler(settings, limits, algorithm, memory),
         group,
         mailbox,
         incarnation=incarnation,
@@ -186,6 +192,7 @@ def _build(
         step_timeout_s=settings.step_timeout,
         tenant_weights=settings.weights_by_tenant(),
         observers=[StepMetrics(registry)],
+        after_turn=ResidencyMetrics(registry, residency).collect_lives if residency else None,
         tracer=traces.steps if traces else None,
     )
     front = FrontEnd.for_model(
@@ -245,7 +252,16 @@ def _limits(settings: SchedulerSettings, facts: ModelFacts) -> Limits:
     )
 
 
-def _scheduler(settings: SchedulerSettings, limits: Limits, algorithm: HashAlgorithm) -> Scheduler:
+def _memory(settings: SchedulerSettings) -> KvMemory:
+    residency = None
+    if settings.kv_cache_metrics:
+        residency = Residency(settings.kv_cache_metrics_sample, secrets.SystemRandom().random)
+    return KvMemory(EVICTION_POLICIES[settings.eviction_policy], residency)
+
+
+def _scheduler(
+    settings: SchedulerSettings, limits: Limits, algorithm: HashAlgorithm, memory: KvMemory
+) -> Scheduler:
     return Scheduler(
         limits,
         enable_prefix_caching=settings.enable_prefix_caching,
@@ -254,6 +270,7 @@ def _scheduler(settings: SchedulerSettings, limits: Limits, algorithm: HashAlgor
             settings.scheduling_policy, ageing_ns=int(settings.priority_ageing * 1e9)
         ),
         choose_victim=VICTIM_POLICIES[settings.preemption_victim],
+        memory=memory,
     )
 
 

@@ -134,6 +134,7 @@ class RequestStream:
             first_step_id=request.first_step_id,
             last_step_id=request.last_step_id,
             preemption_times_ns=tuple(request.preemption_times_ns),
+            miss_reason=request.miss_reason,
         )
 
 

@@ -14,9 +14,16 @@ from pydantic_settings import BaseSettings
 from pagemill.cli.program_settings import SCHEDULER_SETTINGS, WORKER_SETTINGS
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.errors import RequestError
+from scheduler_svc.core.residency import Residency
 from scheduler_svc.service import trace_names
 from scheduler_svc.service.engine_door import Load, Totals
-from scheduler_svc.service.metrics import LoadCollector, RequestMetrics, StepMetrics, new_registry
+from scheduler_svc.service.metrics import (
+    LoadCollector,
+    RequestMetrics,
+    ResidencyMetrics,
+    StepMetrics,
+    new_registry,
+)
 from scheduler_svc.service.status import REFUSALS
 from source_tree import ROOT
 from worker_svc.config import WorkerSettings
@@ -91,6 +98,7 @@ def _metrics_table() -> Iterator[str]:
     registry = new_registry()
     StepMetrics(registry)
     RequestMetrics(registry)
+    ResidencyMetrics(registry, Residency(1, lambda: 0.0))
     registry.register(LoadCollector(_no_load))
     yield "| metric | kind | meaning |"
     yield "| --- | --- | --- |"

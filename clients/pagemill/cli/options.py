@@ -65,6 +65,9 @@ EnablePrefixCaching = Annotated[bool | None, Option(help="Share blocks of equal 
 PrefixCachingHashAlgo = Annotated[
     str | None, Option(help="Of block names: sha256, sha256_cbor, xxhash or xxhash_cbor.")
 ]
+EvictionPolicy = Annotated[str | None, Option(help="lru or reuse-aware.")]
+KvCacheMetrics = Annotated[bool | None, Option(help="Measure how long blocks live.")]
+KvCacheMetricsSample = Annotated[float | None, Option(help="Share of blocks measured.")]
 HashSeed = Annotated[str | None, Option(help="Of block names; equal where names are compared.")]
 WorkerWait = Annotated[float | None, Option(help="Seconds requests wait for a worker.")]
 StepTimeout = Annotated[float | None, Option(help="Seconds a step may take.")]

@@ -3,14 +3,22 @@
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+)
 
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.free_block_queue import BlockId
 
 NUM_BLOCKS = 6
+POLICIES = sorted(EVICTION_POLICIES)
 names = st.sampled_from([BlockHash(bytes([i])) for i in range(4)])
 
 
@@ -20,6 +28,10 @@ class PoolAgainstTables(RuleBasedStateMachine):
         self.pool = BlockPool(NUM_BLOCKS)
         self.tables: list[list[BlockId]] = []
         self.names: dict[BlockId, BlockHash] = {}
+
+    @initialize(policy=st.sampled_from(POLICIES))
+    def choose_policy(self, policy: str) -> None:
+        self.pool = BlockPool(NUM_BLOCKS, EVICTION_POLICIES[policy])
 
     @rule(count=st.integers(0, NUM_BLOCKS))
     def allocate(self, count: int) -> None:

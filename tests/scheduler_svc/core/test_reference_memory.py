@@ -31,7 +31,8 @@ def pool_of(table: Bench) -> BlockPool:
 
 
 def free_order(table: Bench) -> list[int]:
-    return [int(block) for block in pool_of(table)._free]
+    pool = pool_of(table)
+    return [int(block) for block in (*pool._empty, *pool._idle)]
 
 
 def blocks_of(table: Bench, each: Request) -> list[int]:

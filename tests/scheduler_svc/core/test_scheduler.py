@@ -14,6 +14,8 @@ from scheduler_svc.core.errors import (
     NeverFitsError,
     QueueFullError,
 )
+from scheduler_svc.core.eviction import EVICTION_POLICIES
+from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepResult
@@ -67,6 +69,7 @@ class Policies:
     max_long: int
     max_passes: int
     max_pass_ns: int
+    eviction: str
 
     def scheduler(self, budget: int, depth: int, caching: bool) -> Scheduler:
         return Scheduler(
@@ -81,6 +84,7 @@ class Policies:
             enable_prefix_caching=caching,
             waiting=waiting_queue(self.waiting, ageing_ns=self.ageing_ns),
             choose_victim=VICTIM_POLICIES[self.victim],
+            memory=KvMemory(EVICTION_POLICIES[self.eviction]),
         )
 
 
@@ -93,6 +97,7 @@ policies = st.builds(
     max_long=st.integers(0, 2),
     max_passes=st.integers(0, 3),
     max_pass_ns=st.sampled_from([0, 10, 1000]),
+    eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
 )
 
 

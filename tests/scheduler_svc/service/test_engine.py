@@ -4,6 +4,7 @@ import asyncio
 import time
 
 import pytest
+from structlog.testing import capture_logs
 
 from engine_bench import NUM_BLOCKS, Bench, running
 from engine_door_use import ask, read, submission, until
@@ -17,7 +18,7 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     UnavailableError,
 )
-from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.request import FinishReason, MissReason, Request
 from scheduler_svc.core.step_pace import StepPace
 
 
@@ -30,6 +31,24 @@ async def test_together_requests_get_the_tokens_they_get_alone(depth: int) -> No
         )
         assert bench.holds_nothing()
     assert answers == [generate_alone(p, 5 + i, frozenset()) for i, p in enumerate(prompts)]
+
+
+async def test_a_request_says_why_its_hit_ended_in_account_log_and_totals() -> None:
+    prompt = [1] * 8
+    async with running(Bench()) as bench:
+        with capture_logs() as lines:
+            for reason in (MissReason.UNSEEN, MissReason.LAST_TOKEN):
+                async with bench.door.open(submission("r", prompt, 2)) as stream:
+                    assert stream.account().miss_reason is None
+                    _, finish = await read(stream)
+                    assert finish.account.miss_reason is reason
+        cache = bench.door.load().cache
+    assert [line["miss_reason"] for line in lines if line["event"] == "request ended"] == [
+        "unseen",
+        "last_token",
+    ]
+    assert cache.missed_tokens == {MissReason.UNSEEN: 8, MissReason.LAST_TOKEN: 4}
+    assert cache.hit_rate == 0.25
 
 
 async def test_leaving_the_block_frees_everything_at_once() -> None:

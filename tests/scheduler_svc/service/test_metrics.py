@@ -5,7 +5,7 @@ import contextlib
 import time
 from collections.abc import AsyncIterator
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from grpc import aio
@@ -17,7 +17,11 @@ from front_end_loopback import Loopback, front_end, loopback
 from grpc_answers import eventually
 from pagemill.v1.generation_pb2 import Stopping
 from pagemill.v1.inference_pb2 import CacheOptions, GenerateRequest
-from scheduler_svc.service.metrics import LoadCollector, StepMetrics, new_registry
+from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.request import MissReason
+from scheduler_svc.core.residency import Residency
+from scheduler_svc.service.engine_door import CacheState
+from scheduler_svc.service.metrics import LoadCollector, ResidencyMetrics, StepMetrics, new_registry
 from scheduler_svc.service.metrics_http import serve_metrics
 from step_records import step_record
 
@@ -181,6 +185,36 @@ def test_a_steps_time_is_split_into_its_phases() -> None:
         assert seen["pagemill_step_phase_seconds_sum", phase] == pytest.approx(2 * seconds)
     # Nothing of a step is counted twice or forgotten.
     assert seen["pagemill_step_seconds_sum", ""] == pytest.approx(2 * sum(phases.values()))
+
+
+def test_the_tokens_that_were_missed_are_told_by_reason() -> None:
+    load = FakeDoor(64).load()
+    cache = CacheState(0.25, {MissReason.EVICTED: 30, MissReason.TAIL: 4})
+    registry = CollectorRegistry()
+    registry.register(LoadCollector(lambda: replace(load, cache=cache)))
+    seen = values(registry)
+    assert seen["pagemill_prefix_cache_misses_total", "evicted"] == 30
+    assert seen["pagemill_prefix_cache_misses_total", "tail"] == 4
+    assert seen["pagemill_prefix_cache_hit_rate", ""] == 0.25
+
+
+def test_a_blocks_life_is_noted_once_when_it_has_ended() -> None:
+    registry = CollectorRegistry()
+    residency = Residency(1, lambda: 0.0)
+    metrics = ResidencyMetrics(registry, residency)
+    block = BlockId(1)
+    residency.allocated([block], 10**9)
+    residency.hit([block], 2 * 10**9)
+    residency.hit([block], 3 * 10**9)
+    metrics.collect_lives()
+    assert values(registry)["pagemill_kv_block_lifetime_seconds_count", ""] == 0
+    residency.allocated([block], 4 * 10**9)
+    for _ in range(2):
+        metrics.collect_lives()
+    seen = values(registry)
+    for name, seconds in (("lifetime", 3), ("idle_before_evict", 1), ("reuse_gap", 1)):
+        assert seen[f"pagemill_kv_block_{name}_seconds_count", ""] == 1
+        assert seen[f"pagemill_kv_block_{name}_seconds_sum", ""] == seconds
 
 
 @pytest.fixture

@@ -105,6 +105,7 @@ async def test_a_request_is_a_span_below_its_callers_with_its_parts(
             "rpc.method": "pagemill.v1.Inference/Generate",
             "rpc.response.status_code": "OK",
             "gen_ai.operation.name": "text_completion",
+            "pagemill.cache.miss_reason": "tail",
             "gen_ai.provider.name": "pagemill",
             "gen_ai.request.model": "toy",
             "gen_ai.request.max_tokens": 5,
