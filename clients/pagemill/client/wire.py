@@ -333,6 +333,7 @@ def load(message: control_pb2.GetLoadResponse) -> Load:
         )
         if message.HasField("recent_steps")
         else None,
+        pinned_blocks=message.pinned_blocks,
     )
 
 
