@@ -17,7 +17,7 @@ class StepWatchdog:
     Cost: two attributes a step, and a timer each time the patience is over.
     """
 
-    __slots__ = ("_begun_s", "_floor_s", "_on_hang", "_slowest_s", "_timer")
+    __slots__ = ("_begun_s", "_floor_s", "_look_s", "_on_hang", "_slowest_s", "_timer")
 
     def __init__(
         self, floor_s: float, slowest_s: Callable[[], float], on_hang: Callable[[float], None]
@@ -30,6 +30,8 @@ class StepWatchdog:
         self._slowest_s = slowest_s
         self._on_hang = on_hang
         self._begun_s: float | None = None
+        self._look_s = 0.0
+        """When the timer is due; a handle of uvloop cannot always say."""
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self) -> None:
@@ -37,7 +39,7 @@ class StepWatchdog:
         loop = asyncio.get_running_loop()
         self._begun_s = loop.time()
         if self._timer is None:
-            self._timer = loop.call_at(self._due_s(self._begun_s), self._look)
+            self._look_at(loop, self._due_s(self._begun_s))
 
     def rest(self) -> None:
         """Note that no step is in flight."""
@@ -53,16 +55,20 @@ class StepWatchdog:
     def _due_s(self, begun_s: float) -> float:
         return begun_s + max(self._floor_s, SLOW_FACTOR * self._slowest_s())
 
+    def _look_at(self, loop: asyncio.AbstractEventLoop, when_s: float) -> None:
+        self._look_s = when_s
+        self._timer = loop.call_at(when_s, self._look)
+
     def _look(self) -> None:
-        loop, timer = asyncio.get_running_loop(), self._timer
+        loop = asyncio.get_running_loop()
         self._timer = None
-        if self._begun_s is None or timer is None:
+        if self._begun_s is None:
             return
         now_s, due_s = loop.time(), self._due_s(self._begun_s)
-        if now_s >= due_s and now_s - timer.when() >= GRACE_S:
+        if now_s >= due_s and now_s - self._look_s >= GRACE_S:
             due_s = now_s + GRACE_S
         if now_s < due_s:
-            self._timer = loop.call_at(due_s, self._look)
+            self._look_at(loop, due_s)
             return
         taken_s, self._begun_s = now_s - self._begun_s, None
         self._on_hang(taken_s)
