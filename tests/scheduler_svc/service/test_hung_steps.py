@@ -6,6 +6,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import uvloop
 from grpc import aio
 
 from engine_bench import Bench, running
@@ -100,6 +101,19 @@ async def test_a_step_may_take_many_times_what_the_slowest_took() -> None:
     short.stop()
     await asyncio.sleep(0.05)
     assert hung == []
+
+
+def test_whatever_the_loops_clock_rounds_a_hung_step_is_noticed() -> None:
+    """A timer of uvloop that is due within half a millisecond is no timer."""
+
+    async def hang() -> None:
+        for _ in range(40):
+            hung = asyncio.Event()
+            StepWatchdog(0.0004, lambda: 0.0, lambda _, told=hung: told.set()).begin()
+            async with asyncio.timeout(5):
+                await hung.wait()
+
+    uvloop.run(hang())
 
 
 async def test_an_idle_worker_is_never_dropped() -> None:
