@@ -57,9 +57,7 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
     state.pause_debt += len(paused) * state.choose_victim.pause_tokens
 
 
-def _latecomers(
-    rows: Rows, growing: IndexArray, needed: Int32Array, num_free: int
-) -> IndexArray:
+def _latecomers(rows: Rows, growing: IndexArray, needed: Int32Array, num_free: int) -> IndexArray:
     """Return the growing rows that find no block left when the first in order take theirs."""
     wanted = np.zeros_like(rows.num_blocks)
     wanted[growing] = needed

@@ -64,7 +64,7 @@ def _nothing(
 
 
 # A step of a small batch takes the time of about 100 computed tokens, so a row's share of it is
-# about 4. Less saves more tokens, and more time goes by in which rows do not run (ADR 0016).
+# about 4. Less saves more tokens, and more time goes by in which rows do not run (ADR 0015).
 cheapest = VictimPolicy(_tokens_again, pause_tokens=4)
 """The request with the fewest tokens to compute again, once pausing others has cost as much."""
 
