@@ -163,7 +163,8 @@ class SchedulerSettings(BaseSettings):
     """Seconds in the queue that lower a request's priority value by one. 0: none do."""
 
     preemption_victim: Literal["cheapest", "newest"] = "cheapest"
-    """Whose blocks are taken when there are too few. Lower priority always goes first."""
+    """Whose blocks are taken when there are too few. Lower priority always goes first. Under
+    `cheapest`, rows may pause for some steps first."""
 
     long_prefill_token_threshold: int = Field(default=0, ge=0, le=2**31 - 1)
     """Most tokens of one request in a step. 0: as many as the step has."""

@@ -240,9 +240,10 @@ class Scheduler:
         gap is a prefill, cut where the budget ends; a gap of one is a decode. A token that a
         step in flight will sample counts as known: the worker fills it in.
 
-        Running requests come first, in order of precedence. When blocks run out a victim gives its
-        own back, and nothing is admitted in that step. A waiting request may take the place of
-        running ones, if the queue's policy says so; then it is the last to be admitted.
+        Running requests come first, in order of precedence. When blocks run out, who needs one
+        pauses, or a victim gives its own back; nothing is admitted in that step. A waiting
+        request may take the place of running ones, if the queue's policy says so; then it is the
+        last to be admitted.
         """
         state = self._state
         pool = state.pool
@@ -251,7 +252,7 @@ class Scheduler:
         pool.set_time(now_ns)
         draft = StepDraft(budget=state.limits.max_num_batched_tokens)
         continue_running(state, draft, pool, now_ns)
-        if not draft.num_preempted or not draft.has_rows:
+        if not (draft.num_preempted or draft.num_paused) or not draft.has_rows:
             admit_waiting(state, draft, pool, now_ns)
         if not draft.has_rows:
             if state.live and not self.num_in_flight:

@@ -46,5 +46,8 @@ class SchedulerState:
 
     next_step_id: int = 0
 
+    pause_debt: int = 0
+    """What pauses weigh that no preemption has paid for, in tokens."""
+
     released_rows: list[int] = field(default_factory=list)
     """Rows given back since the last plan."""
