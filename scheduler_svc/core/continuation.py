@@ -30,7 +30,7 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
             _cut(count, rows.order, draft.budget)
             num_tokens = draft.budget
         reached = rows.num_computed + count
-        growing = np.flatnonzero(reached > rows.num_blocks * block_size)
+        growing = (reached > rows.num_blocks * block_size).nonzero()[0]
         if not len(growing):
             break
         needed = -(-reached[growing] // block_size) - rows.num_blocks[growing]

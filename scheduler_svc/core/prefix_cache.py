@@ -9,13 +9,14 @@ from itertools import takewhile
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import BlockHash, ExtraKeys, HashAlgorithm
+from scheduler_svc.core.block_hash import BlockHash, Chain, ExtraKeys, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.hit_rate import HitRateWindow
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.request import MissReason, Request
 from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.step_plan import IndexArray, Int32Array
 
 
 class PrefixCache:
@@ -113,14 +114,43 @@ class PrefixCache:
             return
         rows, block_size = self._rows, self._block_size
         filled = np.minimum(rows.num_computed, rows.num_tokens)
-        grown = np.flatnonzero(filled - rows.num_published * block_size >= block_size)
+        grown = (filled - rows.num_published * block_size >= block_size).nonzero()[0]
         if not len(grown):
             return
-        for row, num_tokens in zip(grown.tolist(), filled[grown].tolist(), strict=True):
-            request = rows.owner(row)
-            self._extend_hashes(request, memoryview(rows.tokens[row]), num_tokens)
-            num_full = num_tokens // block_size
-            self._journal.note_published(self._publish(row, request, num_full, pool))
+        requests, full = rows.owners_of(grown), filled[grown] // block_size
+        firsts, ends = rows.num_published[grown].tolist(), full.tolist()
+        rows.num_published[grown] = full
+        self._hash_filled(grown, requests, full)
+        published, publish = [], pool.publish
+        for row, request, first, end in zip(grown.tolist(), requests, firsts, ends, strict=True):
+            for i in range(first, end):
+                block = request.blocks[i]
+                publish(block, request.hashes[i])
+                published.append((row, block))
+        self._journal.note_published(published)
+
+    def _hash_filled(self, grown: IndexArray, requests: list[Request], full: Int32Array) -> None:
+        """Hash the full blocks of rows, mostly one more of each. Shapes: all [G]."""
+        rows, block_size, root = self._rows, self._block_size, self._root
+        chains: list[Chain] = []
+        chained: list[list[BlockHash]] = []
+        others: list[int] = []
+        starts = (full - 1) * block_size
+        for place, (request, start) in enumerate(zip(requests, starts.tolist(), strict=True)):
+            names = request.hashes
+            if len(names) * block_size == start:
+                chains.append((names[-1] if names else root, request.extra, start))
+                chained.append(names)
+            else:
+                others.append(place)
+                tokens = memoryview(rows.tokens[int(grown[place])])
+                self._extend_hashes(request, tokens, start + block_size)
+        if others:
+            grown, starts = np.delete(grown, others), np.delete(starts, others)
+        tokens = rows.tokens_of(grown, starts, block_size).data
+        fresh = self._algorithm.hash_next_blocks(tokens, block_size, chains)
+        for names, name in zip(chained, fresh, strict=True):
+            names.append(name)
 
     def _publish(
         self, row: int, request: Request, num_full: int, pool: BlockPool
