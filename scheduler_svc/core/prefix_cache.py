@@ -105,8 +105,8 @@ class PrefixCache:
         """
         rows = self._rows
         num_full = min(int(rows.num_computed[row]), request.num_tokens) // self._block_size
-        rows.num_published[row] = num_hits
-        return self._publish(row, request, num_full, pool) if self.enabled else []
+        rows.num_published[row] = num_full if self.enabled else num_hits
+        return self._publish(row, request, num_hits, num_full, pool) if self.enabled else []
 
     def publish_filled(self, pool: BlockPool) -> None:
         """Name the blocks of running rows that have become full."""
@@ -121,12 +121,9 @@ class PrefixCache:
         firsts, ends = rows.num_published[grown].tolist(), full.tolist()
         rows.num_published[grown] = full
         self._hash_filled(grown, requests, full)
-        published, publish = [], pool.publish
+        published: list[tuple[int, BlockId]] = []
         for row, request, first, end in zip(grown.tolist(), requests, firsts, ends, strict=True):
-            for i in range(first, end):
-                block = request.blocks[i]
-                publish(block, request.hashes[i])
-                published.append((row, block))
+            published += self._publish(row, request, first, end, pool)
         self._journal.note_published(published)
 
     def _hash_filled(self, grown: IndexArray, requests: list[Request], full: Int32Array) -> None:
@@ -153,11 +150,11 @@ class PrefixCache:
             names.append(name)
 
     def _publish(
-        self, row: int, request: Request, num_full: int, pool: BlockPool
+        self, row: int, request: Request, first: int, end: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
-        first = int(self._rows.num_published[row])
+        """Name a row's blocks [first, end), whose hashes are known; tell of new names."""
         blocks, names = request.blocks, request.hashes
-        fresh = [i for i in range(first, num_full) if pool.publish(blocks[i], names[i])]
+        fresh = [i for i in range(first, end) if pool.publish(blocks[i], names[i])]
         if fresh and pool.events is not None:
             adapter = request.extra.adapter
             pool.events.add_stored(
@@ -167,8 +164,7 @@ class PrefixCache:
                 self._block_size,
                 adapter.name if adapter else "",
             )
-        self._rows.num_published[row] = num_full
-        return [(row, block) for block in request.blocks[first:num_full]]
+        return [(row, block) for block in blocks[first:end]]
 
     def _extend_hashes(self, request: Request, tokens: memoryview, num_tokens: int) -> None:
         """Hash every full block of the first `num_tokens`, each token once."""
