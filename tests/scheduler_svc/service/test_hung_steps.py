@@ -108,10 +108,10 @@ def test_whatever_the_loops_clock_rounds_a_hung_step_is_noticed() -> None:
 
     async def hang() -> None:
         for _ in range(40):
-            hung = asyncio.Event()
-            StepWatchdog(0.0004, lambda: 0.0, lambda _, told=hung: told.set()).begin()
+            hung: asyncio.Queue[float] = asyncio.Queue()
+            StepWatchdog(0.0004, lambda: 0.0, hung.put_nowait).begin()
             async with asyncio.timeout(5):
-                await hung.wait()
+                await hung.get()
 
     uvloop.run(hang())
 
