@@ -96,7 +96,9 @@ def test_a_resumed_request_is_left_alone_until_it_has_gained(victim: str) -> Non
 class Witness(VictimPolicy):
     """A policy that notes whom it chooses, and whether that one had gained enough."""
 
-    __slots__ = ("gained", "protected_beside")
+    __slots__ = ("gained",)
+
+    gained: set[tuple[str, int]]
 
     def __call__(
         self, candidates: Sequence[Request], rows: Rows, pool: BlockPool, block_size: int
