@@ -5,7 +5,8 @@ wrongly shared block therefore shows as a wrong history, in the step that reads 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
 
 import numpy as np
 
@@ -19,19 +20,24 @@ def extend(history: int, token: int) -> int:
     return hash((history, token))
 
 
-def next_token(history: int, vocabulary: int = 3) -> int:
-    """Sample deterministically from everything before, as a real model would."""
-    return (history >> 7) % vocabulary
+def next_token(history: int, index: int = 0, vocabulary: int = 3) -> int:
+    """Sample deterministically from everything before, as a real model would.
+
+    What is drawn also depends on the sequence's index.
+    """
+    return ((hash((history, index)) if index else history) >> 7) % vocabulary
 
 
-def generate_alone(prompt: Sequence[int], count: int, stop: frozenset[int]) -> list[int]:
+def generate_alone(
+    prompt: Sequence[int], count: int, stop: frozenset[int], index: int = 0
+) -> list[int]:
     """Generate without a scheduler: the oracle."""
     history = ROOT
     for token in prompt:
         history = extend(history, token)
     output: list[int] = []
     while len(output) < count and not (output and output[-1] in stop):
-        output.append(next_token(history))
+        output.append(next_token(history, index))
         history = extend(history, output[-1])
     return output
 
@@ -44,6 +50,8 @@ class FakeRow:
     table: list[int]
     num_computed: int
     num_new: int
+    index: int = 0
+    num_samples: int = 1
     histories: list[int] = field(default_factory=list)
     failed: bool = False
 
@@ -53,6 +61,29 @@ class FakeRow:
             before = self.histories[-1] if self.histories else ROOT
             self.histories.append(extend(before, self.tokens[len(self.histories)]))
         return self.histories[position]
+
+    def sample(self) -> list[int]:
+        """Draw the tokens behind the last, for each index asked for, and keep the first."""
+        history = self.history(len(self.tokens) - 1)
+        drawn = [next_token(history, self.index + i) for i in range(self.num_samples)]
+        self.tokens.append(drawn[0])
+        self.num_samples = 1
+        return drawn
+
+    def fork(self, index: int, last_token: int | None, num_blocks: int) -> "FakeRow":
+        """Return a row that goes on from here, with the first blocks and another last token."""
+        assert num_blocks <= len(self.table)
+        tokens = list(self.tokens)
+        if last_token is not None:
+            tokens[-1] = last_token
+        return replace(
+            self,
+            tokens=tokens,
+            table=self.table[:num_blocks],
+            index=index,
+            num_samples=1,
+            histories=self.histories[: len(tokens) - 1],
+        )
 
 
 class FakeWorker:
@@ -64,6 +95,7 @@ class FakeWorker:
         self.rows: dict[int, FakeRow] = {}
         self.cache: dict[int, int] = {}
         self.next_step_id = 0
+        self.num_copies = 0
 
     def run(self, plan: StepPlan, failing: frozenset[int] = frozenset()) -> StepResult:
         """Run one step: all rows store, then all rows read, as kernels do."""
@@ -72,12 +104,14 @@ class FakeWorker:
         assert running
         assert sum(row.num_new for _, row in running) == plan.num_tokens
         assert len(running) == plan.num_rows
+        self._copy(plan)
         for _, row in running:
             for position in range(row.num_computed, row.num_computed + row.num_new):
                 if row.failed:
                     continue  # It has stopped for good, and waits to be released.
                 self.cache[self._slot(row, position)] = row.history(position)
-        sampled, errors = [], []
+        sampled: list[list[int]] = []
+        sampling, errors = [], []
         for number, row in running:
             row.failed |= number in failing
             if row.failed:
@@ -88,10 +122,15 @@ class FakeWorker:
                 assert self.cache.get(self._slot(row, position)) == row.history(position)
             assert end <= len(row.tokens)
             if end == len(row.tokens):
-                token = next_token(row.history(end - 1))
-                sampled.append(token)
-                row.tokens.append(token)
-        return StepResult(plan.step_id, np.array(sampled, dtype=np.int32), tuple(errors))
+                sampling.append(number)
+                sampled.append(row.sample())
+        return StepResult(
+            plan.step_id,
+            np.array([*chain(*sampled)], dtype=np.int32),
+            tuple(errors),
+            np.array(sampling, dtype=np.int32),
+            np.array([len(tokens) for tokens in sampled], dtype=np.int32),
+        )
 
     def _follow(self, plan: StepPlan) -> None:
         if plan.reset:
@@ -102,6 +141,14 @@ class FakeWorker:
         self.next_step_id += 1
         for row in plan.released_rows.tolist():
             del self.rows[row]
+        if plan.forked:
+            assert len({fork.row for fork in plan.forked}) == len(plan.forked)
+            self.rows |= {
+                fork.row: self.rows[fork.parent_row].fork(
+                    fork.sequence_index, fork.last_token, fork.num_blocks
+                )
+                for fork in plan.forked
+            }
         for row in self.rows.values():
             row.num_computed += row.num_new
             row.num_new = 1 if row.num_new else 0
@@ -112,6 +159,8 @@ class FakeWorker:
                 new.block_tables[0].tolist(),
                 new.num_computed_tokens,
                 new.num_new_tokens,
+                new.sequence_index,
+                new.num_samples,
             )
         for gained in plan.appended:
             for number, block in zip(gained.rows.tolist(), gained.blocks.tolist(), strict=True):
@@ -124,6 +173,19 @@ class FakeWorker:
         ):
             assert self.rows[number].num_computed == computed
             self.rows[number].num_new = count
+
+    def _copy(self, plan: StepPlan) -> None:
+        """Copy blocks, before anything is stored."""
+        sources, destinations = plan.copy_sources.tolist(), plan.copy_destinations.tolist()
+        assert len(set(destinations)) == len(destinations)
+        assert not {*sources} & {*destinations}
+        self.num_copies += len(sources)
+        size = self.block_size
+        for source, destination in zip(sources, destinations, strict=True):
+            for offset in range(size):
+                self.cache.pop(destination * size + offset, None)
+                if source * size + offset in self.cache:
+                    self.cache[destination * size + offset] = self.cache[source * size + offset]
 
     def _slot(self, row: FakeRow, position: int) -> int:
         block = row.table[position // self.block_size]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from fake_worker import FakeWorker
 from scheduler_svc.core.block_hash import BlockHash, ExtraKeys
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.request import Request, Sampling, Stopping
+from scheduler_svc.core.request import BeamOptions, Request, Sampling, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepOutcome, StepPlan, StepResult
 from scheduler_svc.core.victims import VICTIM_POLICIES
@@ -40,6 +40,9 @@ def request(
     tenant: str = "",
     weight: float = 1.0,
     arrival_ns: int = 0,
+    n: int = 1,
+    read_cache: bool = True,
+    beam: BeamOptions | None = None,
 ) -> Request:
     return Request(
         name,
@@ -51,6 +54,9 @@ def request(
         tenant=tenant,
         weight=weight,
         arrival_ns=arrival_ns,
+        num_sequences=n,
+        read_cache=read_cache,
+        beam=beam,
     )
 
 

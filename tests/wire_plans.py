@@ -4,7 +4,13 @@ import numpy as np
 
 from pagemill.v1 import worker_pb2
 from scheduler_svc.core.request import Sampling
-from scheduler_svc.core.step_plan import AdmittedRow, AppendedBlocks, Int32Array, StepPlan
+from scheduler_svc.core.step_plan import (
+    AdmittedRow,
+    AppendedBlocks,
+    ForkedRow,
+    Int32Array,
+    StepPlan,
+)
 
 
 def column(raw: bytes) -> Int32Array:
@@ -20,6 +26,16 @@ def decode_plan(message: worker_pb2.StepPlan) -> StepPlan:
         step_id=message.step_id,
         reset=message.reset,
         released_rows=column(message.released_rows),
+        forked=tuple(
+            ForkedRow(
+                fork.row,
+                fork.parent_row,
+                fork.sequence_index,
+                fork.last_token if fork.HasField("last_token") else None,
+                fork.num_blocks,
+            )
+            for fork in message.forked
+        ),
         admitted=tuple(_decode_row(row) for row in message.admitted),
         appended=tuple(
             AppendedBlocks(part.group, column(part.rows), column(part.blocks))
@@ -33,6 +49,7 @@ def decode_plan(message: worker_pb2.StepPlan) -> StepPlan:
         num_rows=0,
         num_tokens=0,
         num_preempted=0,
+        serial_rows=column(message.serial_rows),
     )
 
 
@@ -54,4 +71,6 @@ def _decode_row(row: worker_pb2.AdmittedRow) -> AdmittedRow:
             seed=sampling.seed,
         ),
         sequence_index=row.sequence_index,
+        num_samples=max(1, row.num_samples),
+        num_candidates=row.num_candidates,
     )

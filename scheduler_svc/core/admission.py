@@ -3,9 +3,11 @@
 import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.copy_on_write import num_copies_after_fork, num_pending_copies
 from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.sibling_blocks import find_blocks, note_borrowed
 from scheduler_svc.core.skip_ahead import SkipAhead
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_draft import StepDraft
@@ -15,7 +17,7 @@ def admit_waiting(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_
     """Give rows to waiting requests in their turn, while everything suffices."""
     if not len(state.waiting):
         return
-    _look_ahead(state, draft)
+    _look_ahead(state, draft, pool)
     skip = SkipAhead(state.limits, now_ns)
     for request in state.waiting.in_turn():
         if request.deadline_ns is not None and request.deadline_ns <= now_ns:
@@ -42,11 +44,13 @@ def admit_waiting(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_
             return
 
 
-def _look_ahead(state: SchedulerState, draft: StepDraft) -> None:
+def _look_ahead(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> None:
     """Note what the rows that run will still need for the tokens they know."""
     rows, block_size = state.rows, state.limits.block_size
     lacking = -(-rows.num_tokens // block_size) - rows.num_blocks
     draft.promised_blocks = int(np.maximum(lacking, 0).sum())
+    if state.families or state.shared_tails:
+        draft.promised_blocks += num_pending_copies(state, pool)
     gap = rows.num_tokens - rows.num_computed
     for request, num_new in zip(draft.admitted, draft.admitted_num_new, strict=True):
         gap[rows.row_of(request)] += num_new
@@ -59,7 +63,7 @@ def _is_one_long_too_many(
     most = state.limits.max_long_prefills
     if not most or draft.num_long_prefills < most:
         return False
-    num_hit = len(state.prefixes.find(request, pool)) * state.limits.block_size
+    num_hit = len(find_blocks(state, request, draft, pool)) * state.limits.block_size
     return request.num_tokens - num_hit > state.limits.max_row_tokens
 
 
@@ -72,19 +76,22 @@ def _claim(
     """
     rows, block_size = state.rows, state.limits.block_size
     yielding = state.waiting.yielding_to(request, rows.running)
+    if state.pending_forks:
+        yielding = [other for other in yielding if not _is_in_fork(state, other)]
     if not yielding:
         return False
-    hits = state.prefixes.find(request, pool)
+    hits = find_blocks(state, request, draft, pool)
     lacking = _num_blocks_wanted(state, request, hits, draft, pool) - pool.num_free
-    has_room, budget = rows.has_room, draft.budget
+    lacking_rows, budget = _num_rows_wanted(request) - rows.num_free, draft.budget
     victims: list[Request] = []
-    while lacking > 0 or not has_room:
+    while lacking > 0 or lacking_rows > 0:
         if not yielding:
             return False
         victim = state.choose_victim(yielding, rows, pool, block_size)
         yielding.remove(victim)
         victims.append(victim)
-        row, has_room = rows.row_of(victim), True
+        row = rows.row_of(victim)
+        lacking_rows -= 1 + victim.num_reserved_rows
         promised = -(-int(rows.num_tokens[row]) // block_size) - len(victim.blocks)
         lacking -= pool.count_own(set(victim.blocks).difference(hits)) + max(0, promised)
         budget += int(draft.num_new[row])
@@ -94,7 +101,7 @@ def _claim(
         draft.drop(rows.row_of(victim))
         preempt(state, victim, now_ns)
         draft.num_preempted += 1
-    _look_ahead(state, draft)
+    _look_ahead(state, draft, pool)
     return True
 
 
@@ -108,6 +115,8 @@ def _num_blocks_wanted(
     """
     whole = -(-request.num_tokens // state.limits.block_size)
     wanted = whole - len(hits) + pool.count_idle(hits) + draft.promised_blocks
+    if request.awaits_fork:
+        wanted += num_copies_after_fork(request, state.limits.block_size)
     if request.num_preemptions and state.rows.running:
         wanted += max(1, int(state.limits.watermark * pool.num_blocks))
     return wanted
@@ -116,7 +125,9 @@ def _num_blocks_wanted(
 def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: BlockPool) -> bool:
     """Give a request blocks and a row. False, and nothing changed, if they do not suffice."""
     block_size = state.limits.block_size
-    hits = state.prefixes.find(request, pool)
+    if _num_rows_wanted(request) > state.rows.num_free:
+        return False
+    hits = find_blocks(state, request, draft, pool)
     if _num_blocks_wanted(state, request, hits, draft, pool) > pool.num_free:
         return False
     num_hit = len(hits) * block_size
@@ -130,9 +141,43 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     draft.published += state.prefixes.publish_prompt(row, request, len(hits), pool)
     draft.add(request, count)
     draft.promised_blocks += -(-request.num_tokens // block_size) - len(request.blocks)
+    if request.has_siblings:
+        _note_family(state, request, row, draft, len(hits))
     draft.num_long_prefills += gap > state.limits.max_row_tokens
     state.waiting.charge(request, count)
     return True
+
+
+def _num_rows_wanted(request: Request) -> int:
+    """Return how many rows must be free to admit a request: those of its family, until it forks."""
+    if not request.awaits_fork:
+        return 1
+    return sum(1 for each in request.family if each.finish_reason is None)
+
+
+def _note_family(
+    state: SchedulerState, request: Request, row: int, draft: StepDraft, num_hit: int
+) -> None:
+    """Keep rows free for the members of a family that is still to be forked.
+
+    Its row is serial: no token is planned behind those that the prompt samples.
+    """
+    if not request.awaits_fork:
+        note_borrowed(state, request, draft, num_hit)
+        return
+    state.families[row] = request
+    state.rows.limit[row] = request.num_tokens + 1
+    request.num_reserved_rows = _num_rows_wanted(request) - 1
+    state.rows.num_reserved += request.num_reserved_rows
+    draft.promised_blocks += num_copies_after_fork(request, state.limits.block_size)
+
+
+def _is_in_fork(state: SchedulerState, request: Request) -> bool:
+    """Whether a running request is part of a fork that this plan carries: it must not leave now."""
+    row = state.rows.row_of(request)
+    return row in state.pending_forks or any(
+        fork.parent_row == row for fork in state.pending_forks.values()
+    )
 
 
 def _count_admission(

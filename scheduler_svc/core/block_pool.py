@@ -124,6 +124,10 @@ class BlockPool:
         users, pins = self._users, self._pins
         return sum(1 for block in blocks if users[block] == 1 and block not in pins)
 
+    def num_users(self, block: BlockId) -> int:
+        """Return how many hold a block."""
+        return self._users[block]
+
     def num_shared(self, blocks: Sequence[BlockId]) -> int:
         """Return how many leading blocks of a table others hold too, and can be hit for.
 

@@ -3,6 +3,7 @@
 import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.copy_on_write import copy_tails, rows_to_copy
 from scheduler_svc.core.departure import preempt
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.request import Request
@@ -31,16 +32,18 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
             num_tokens = draft.budget
         reached = rows.num_computed + count
         growing = (reached > rows.num_blocks * block_size).nonzero()[0]
-        if not len(growing):
+        due = rows_to_copy(state, pool, count) if state.shared_tails else []
+        if not len(growing) and not due:
             break
         needed = -(-reached[growing] // block_size) - rows.num_blocks[growing]
         num_needed = int(needed.sum())
-        if num_needed <= pool.num_free:
+        if num_needed + len(due) <= pool.num_free:
+            copy_tails(rows, draft, pool, due)
             _grow(rows, draft, growing, needed, pool.allocate(num_needed))
             break
         victim = state.choose_victim(rows.running, rows, pool, block_size)
         [cost] = state.choose_victim.costs([victim], rows, pool, block_size)
-        late = _latecomers(rows, growing, needed, pool.num_free)
+        late = _latecomers(rows, growing, needed, due, pool.num_free)
         num_paused = len(paused) + len(late)
         num_running = int(np.count_nonzero(count)) - len(late)
         if num_running and _can_wait(state, late, num_paused, victim, cost):
@@ -52,15 +55,23 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
         paused = _NOBODY
     draft.num_new = count
     draft.take(num_tokens)
+    if state.shared_tails:
+        state.shared_tails -= set(np.flatnonzero(count).tolist())
     draft.num_paused = len(paused)
     state.counters.pauses += len(paused)
     state.pause_debt += len(paused) * state.choose_victim.pause_tokens
 
 
-def _latecomers(rows: Rows, growing: IndexArray, needed: Int32Array, num_free: int) -> IndexArray:
-    """Return the growing rows that find no block left when the first in order take theirs."""
+def _latecomers(
+    rows: Rows, growing: IndexArray, needed: Int32Array, due: list[int], num_free: int
+) -> IndexArray:
+    """Return the rows that find no block left when the first in order take theirs.
+
+    Some are growing by the blocks they need, some are due to copy one.
+    """
     wanted = np.zeros_like(rows.num_blocks)
     wanted[growing] = needed
+    wanted[due] += 1
     wanted = wanted[rows.order]
     return rows.order[(wanted > 0) & (np.cumsum(wanted) > num_free)]
 

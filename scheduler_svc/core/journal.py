@@ -30,7 +30,10 @@ class FlyingStep:
     """[R] Whose they were: `Rows.generation` when the step was planned."""
 
     samples: npt.NDArray[np.bool_]
-    """[R] Whether the row samples."""
+    """[R] Whether the row samples for itself alone."""
+
+    families: dict[int, Request] = field(default_factory=dict)
+    """Rows that sample for a family, ascending, and their owners."""
 
     orphans: dict[int, Request] = field(default_factory=dict)
     """Preempted requests that still get what their old row samples here."""
@@ -67,8 +70,13 @@ class Journal:
         return iter(self._steps)
 
     @property
-    def oldest_step_id(self) -> int | None:
+    def oldest(self) -> FlyingStep | None:
         """Step whose result comes next."""
+        return self._steps[0] if self._steps else None
+
+    @property
+    def oldest_step_id(self) -> int | None:
+        """Its number."""
         return self._steps[0].step_id if self._steps else None
 
     def add(self, step: FlyingStep) -> None:
@@ -90,7 +98,8 @@ class Journal:
         for step in self._steps:
             if step.ran_for(row, generation):
                 step.orphans[row] = request
-                pending += int(step.samples[np.searchsorted(step.rows, row)])
+                samples = bool(step.samples[np.searchsorted(step.rows, row)])
+                pending += samples or row in step.families
         return pending
 
     def clear(self) -> list[BlockId]:

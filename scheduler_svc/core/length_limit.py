@@ -29,17 +29,48 @@ def length_limit(request: Request, limits: Limits, pool: BlockPool | None) -> in
     if pool is None:
         return longest if wanted is None else prompt + wanted
     # The last token is sampled, but never stored.
-    slots = pool.num_unpinnable * limits.block_size
+    width = request.width if request.awaits_fork or request.beam else 1
+    slots = num_slots(prompt, width, limits.block_size, pool.num_unpinnable)
     if wanted is None and prompt <= slots:
         return min(longest, slots + 1)
     needed = prompt + (wanted or 1) - 1
     if needed > slots:
+        family = f" for each of {width} sequences that share the prompt" if width > 1 else ""
         raise NeverFitsError(
             "prompt",
             f"prompt of {prompt} tokens and max_tokens of {wanted or 1} need {needed} slots of "
-            f"KV memory, {_what_has(pool)} {slots}",
+            f"KV memory{family}, {_what_has(pool)} {slots}",
         )
     return needed + 1
+
+
+def check_width(request: Request, limits: Limits) -> None:
+    """Check that a family is of one kind and can have its rows. Raises: InvalidRequestError."""
+    if request.beam is not None and request.num_sequences != 1:
+        raise InvalidRequestError(
+            "n", f"n is {request.num_sequences} beside a beam search, must be 1"
+        )
+    if not 1 <= request.width <= limits.max_num_seqs:
+        raise InvalidRequestError(
+            "beam.width" if request.beam else "n",
+            f"{'beam.width' if request.beam else 'n'} is {request.width}, must be 1 to "
+            f"{limits.max_num_seqs}, the most sequences that run at once",
+        )
+
+
+def num_slots(num_prompt_tokens: int, width: int, block_size: int, num_blocks: int) -> int:
+    """Return how many tokens each sequence of a family can store at most, prompt included.
+
+    Full blocks of the prompt are shared. Of the others each sequence has its own, unless all end
+    with their first token.
+    """
+    if width == 1:
+        return num_blocks * block_size
+    shared = num_prompt_tokens // block_size
+    own = max(0, num_blocks - shared) // width
+    if own == 0 and -(-num_prompt_tokens // block_size) <= num_blocks:
+        return num_prompt_tokens
+    return (shared + own) * block_size
 
 
 def _what_has(pool: BlockPool) -> str:

@@ -91,17 +91,74 @@ class Stopping:
     """Tokens before any stop id counts."""
 
 
+class EarlyStopping(Enum):
+    """When a beam search with as many finished hypotheses as beams ends, as in `transformers`."""
+
+    NO = "false"
+    """When the best running hypothesis, at its present length, is worse than the worst finished."""
+
+    YES = "true"
+    """At once."""
+
+    NEVER = "never"
+    """When no running hypothesis can become better, whatever its length."""
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOptions:
+    """A beam search: the likeliest outputs are looked for, instead of drawn."""
+
+    width: int
+    """Hypotheses that run at once. At least 1."""
+
+    length_penalty: float = 1.0
+    """The score is the log-probability over the generated length to this power."""
+
+    early_stopping: EarlyStopping = EarlyStopping.NO
+
+    num_returned: int = 1
+    """Best hypotheses to return, 1 to `width`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hypothesis:
+    """One finished output of a beam search."""
+
+    tokens: tuple[int, ...]
+    """The generated ids, with the end-of-sequence id if that ended it."""
+
+    cumulative_logprob: float
+    """Of the generated ids."""
+
+    score: float
+    """`cumulative_logprob / len(tokens) ** length_penalty`."""
+
+    reason: FinishReason
+    """STOP or LENGTH."""
+
+    stop_token_id: int | None = None
+    """The stop id that ended it, unless that is the model's own end of sequence."""
+
+
 class Request:
     """A prompt and its output so far.
 
     While the request runs, its tokens live in the scheduler's rows; `tokens` is complete
     while it waits and after it has finished.
+
+    A request for several sequences is the root of a family: it runs the prompt for all of them,
+    and is the first of them. The others are forked from it when the first tokens are there; from
+    then on each member is a request of its own.
     """
 
     __slots__ = (
+        "_children",
+        "_root",
         "account",
         "admitted_tokens",
         "arrival_ns",
+        "awaits_fork",
+        "beam",
         "blocks",
         "computed_before_preemption",
         "deadline_ns",
@@ -114,6 +171,8 @@ class Request:
         "first_token_ns",
         "hashes",
         "held_since_ns",
+        "hypotheses",
+        "index",
         "last_step_id",
         "limit",
         "miss_reason",
@@ -122,6 +181,8 @@ class Request:
         "num_pending_tokens",
         "num_prompt_tokens",
         "num_recomputed_tokens",
+        "num_reserved_rows",
+        "num_sequences",
         "precedence",
         "preemption_times_ns",
         "priority",
@@ -141,7 +202,7 @@ class Request:
     finish_reason: FinishReason | None
     miss_reason: MissReason | None
 
-    def __init__(
+    def __init__(  # noqa: PLR0915 - a list of fields
         self,
         request_id: str,
         prompt: "array[int]",
@@ -155,6 +216,8 @@ class Request:
         weight: float = 1.0,
         arrival_ns: int = 0,
         deadline_ns: int | None = None,
+        num_sequences: int = 1,
+        beam: BeamOptions | None = None,
     ) -> None:
         self.request_id = request_id
         self.tokens = array("i", prompt)
@@ -170,11 +233,25 @@ class Request:
         """Its tenant's share of tokens, relative to the weights of others. Above 0."""
         self.arrival_ns = arrival_ns
         self.deadline_ns = deadline_ns
+        self.num_sequences = num_sequences
+        self.beam = beam
+
+        # The family.
+        self.index = 0
+        """Number of the sequence among those of its root."""
+        self.awaits_fork = self.width > 1 or beam is not None
+        """The prompt has not given the first tokens yet; but for the root, it is not queued."""
+        self.num_reserved_rows = 0
+        """Rows kept free for the members of a root that runs before its fork."""
+        self.hypotheses: list[Hypothesis] = []
+        """Outcome of a beam search, the best first."""
+        self._root: Request | None = None
+        self._children: tuple[Request, ...] | None = None
 
         # Kept by the scheduler.
         self.sequence = -1
         """Order of arrival."""
-        self.precedence = (0, 0)
+        self.precedence = (0, 0, 0)
         """Order among those who wait, and among those who run. The queue gives it."""
         self.account: int | None = None
         """Where a fair queue counts its tokens."""
@@ -217,6 +294,35 @@ class Request:
         return RequestKey(self.tenant, self.request_id)
 
     @property
+    def width(self) -> int:
+        """Rows that the whole family takes."""
+        return self.beam.width if self.beam else self.num_sequences
+
+    @property
+    def root(self) -> "Request":
+        """The member that was asked for, and runs the prompt."""
+        return self._root or self
+
+    @property
+    def family(self) -> "tuple[Request, ...]":
+        """All that may hold rows, the root first: one for each sequence, or for each beam."""
+        if self._root is not None:
+            return self._root.family
+        if self._children is None:
+            self._children = tuple(self._child(index) for index in range(1, self.width))
+        return (self, *self._children)
+
+    @property
+    def members(self) -> "tuple[Request, ...]":
+        """The sequences that were asked for, in order. A beam search is one, whatever its width."""
+        return (self.root,) if self.root.beam else self.family
+
+    @property
+    def has_siblings(self) -> bool:
+        """It is one of several that may share what they hold."""
+        return self._root is not None or self.width > 1
+
+    @property
     def num_tokens(self) -> int:
         """Tokens known, while the request does not run."""
         return len(self.tokens)
@@ -234,3 +340,22 @@ class Request:
     def output_token_ids(self) -> "array[int]":
         """Return the generated ids, while the request does not run."""
         return self.tokens[self.num_prompt_tokens :]
+
+    def _child(self, index: int) -> "Request":
+        child = Request(
+            self.request_id,
+            array("i"),
+            self.sampling,
+            self.stopping,
+            extra=self.extra,
+            read_cache=self.read_cache,
+            priority=self.priority,
+            tenant=self.tenant,
+            weight=self.weight,
+            arrival_ns=self.arrival_ns,
+            deadline_ns=self.deadline_ns,
+        )
+        child.tokens, child.num_prompt_tokens = self.tokens, self.num_prompt_tokens
+        child.index, child.awaits_fork, child._root = index, True, self
+        child.sequence = self.sequence
+        return child

@@ -4,6 +4,8 @@ import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end, preempt
+from scheduler_svc.core.ending import note_stop_id, reason_to_end
+from scheduler_svc.core.family_results import FamilyTokens, apply_families, split_result
 from scheduler_svc.core.journal import FlyingStep
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.state import SchedulerState
@@ -19,6 +21,10 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
     if (pool := state.pool) is None:
         raise ValueError(f"result of step {result.step_id} came before any worker")
     failed = {row for row, _ in result.row_errors}
+    families: list[FamilyTokens] = []
+    oldest = state.journal.oldest
+    if oldest is not None and oldest.families and oldest.step_id == result.step_id:
+        result, families = split_result(oldest, result, failed)
     step = _take_step(state, result, failed)
     state.counters.steps += 1
     outcome = StepOutcome(step.step_id, [], [], [])
@@ -34,6 +40,8 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
         rows, sampled = rows[alive], sampled[alive]
     if len(rows):
         _append(state, rows, sampled, step.step_id, pool, now_ns, outcome)
+    if families:
+        apply_families(state, step, families, pool, now_ns, outcome)
     return outcome
 
 
@@ -83,7 +91,7 @@ def _append(
             request = rows.owner(int(order[place]))
             reason = FinishReason.STOP if stopped[place] else FinishReason.LENGTH
             request.last_step_id = step_id
-            _note_stop_id(request, int(sampled[place]), reason)
+            note_stop_id(request, int(sampled[place]), reason)
             end(state, request, reason, now_ns)
             outcome.finished.append(request)
 
@@ -106,13 +114,10 @@ def _append_to_waiting(
     request.first_token_ns = request.first_token_ns or now_ns
     outcome.requests.append(request)
     outcome.tokens.append(token)
-    stopping = request.stopping
-    stopped = token in stopping.eos_token_ids | stopping.stop_token_ids
-    stopped = stopped and request.num_output_tokens >= stopping.min_output_tokens
-    if stopped or request.num_tokens >= request.limit:
-        reason = FinishReason.STOP if stopped else FinishReason.LENGTH
+    reason = reason_to_end(request, token)
+    if reason is not None:
         request.last_step_id = step_id
-        _note_stop_id(request, token, reason)
+        note_stop_id(request, token, reason)
         end(state, request, reason, now_ns)
         outcome.finished.append(request)
 
@@ -135,16 +140,10 @@ def _fail_row(
     if request is not None and request.finish_reason is None:
         request.error = reason
         request.last_step_id = step.step_id
-        end(state, request, FinishReason.ERROR, now_ns)
-        outcome.finished.append(request)
+        outcome.finished.extend(end(state, request, FinishReason.ERROR, now_ns))
     for block in tainted:
         pool.retract(block)
     for other in reversed(list(state.rows.running)):
         if not tainted.isdisjoint(other.blocks):
             # What it sampled from these blocks, here and in later steps, is in doubt too.
             preempt(state, other, now_ns, keep_in_flight=False)
-
-
-def _note_stop_id(request: Request, token: int, reason: FinishReason) -> None:
-    if reason is FinishReason.STOP and token not in request.stopping.eos_token_ids:
-        request.stop_token_id = token

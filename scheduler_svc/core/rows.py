@@ -59,6 +59,7 @@ class Rows:
         "num_pending",
         "num_prompt",
         "num_published",
+        "num_reserved",
         "num_tokens",
         "owners",
         "running",
@@ -90,6 +91,8 @@ class Rows:
         self.owners: npt.NDArray[np.object_] = np.full(max_rows, None, dtype=object)
         self.running: list[Request] = []
         """Requests with a row, in order of precedence."""
+        self.num_reserved = 0
+        """Free rows that are kept for members of families still to be forked."""
         self._free = list(range(max_rows))
         heapify(self._free)
         self._order: IndexArray = np.zeros(0, dtype=np.intp)
@@ -110,7 +113,12 @@ class Rows:
     @property
     def has_room(self) -> bool:
         """A row is free."""
-        return bool(self._free)
+        return len(self._free) > self.num_reserved
+
+    @property
+    def num_free(self) -> int:
+        """Rows that are free, and kept for nobody."""
+        return len(self._free) - self.num_reserved
 
     @property
     def order(self) -> IndexArray:
@@ -153,6 +161,47 @@ class Rows:
         self.account[row] = request.account or 0
         self.first_stop[row] = request.num_prompt_tokens + request.stopping.min_output_tokens
         self._set_stop_ids(row, request.stopping.eos_token_ids | request.stopping.stop_token_ids)
+        self._seat(request, row)
+        return row
+
+    def fork(self, request: Request, parent: int) -> int:
+        """Give a request the lowest free row, with all that the parent's columns say."""
+        row = heappop(self._free)
+        self.copy(parent, row)
+        self._seat(request, row)
+        return row
+
+    def hand_over(self, request: Request, heir: Request) -> None:
+        """Give a request's row, and its place in order, to a member of its family."""
+        row = self.row_of(request)
+        request.tokens = self._tokens_of(row)
+        request.row, heir.row = None, row
+        self.owners[row] = heir
+        self.running[self.running.index(request)] = heir
+
+    def relocate(self, request: Request, to_row: int) -> int:
+        """Move a request to a row that is free. Return the row it had."""
+        row = self.row_of(request)
+        self._free.remove(to_row)
+        heapify(self._free)
+        self.copy(row, to_row)
+        self.owners[to_row] = request
+        request.row = to_row
+        self._clear(row)
+        return row
+
+    def copy(self, source: int, target: int) -> None:
+        """Write into a row's columns, but for its owner, what another row's say."""
+        length = int(self.num_tokens[source])
+        self.tokens[target, :length] = self.tokens[source, :length]
+        self._count_stop_ids(target, -1)
+        self.stop_ids[target] = self.stop_ids[source]
+        self._count_stop_ids(target, 1)
+        facts = (self.num_prompt, self.limit, self.account, self.first_stop)
+        for column in (*self._progress, *facts):
+            column[target] = column[source]
+
+    def _seat(self, request: Request, row: int) -> None:
         self.owners[row] = request
         request.row = row
         place = len(self.running)
@@ -160,22 +209,24 @@ class Rows:
             place -= 1
         self.running.insert(place, request)
         self._order_stale = True
-        return row
 
     def give_back(self, request: Request) -> int:
         """Free a request's row, handing its tokens back to it. Return the row."""
         row = self.row_of(request)
-        request.tokens = array("i", self.tokens[row, : self.num_tokens[row]].tobytes())
+        request.tokens = self._tokens_of(row)
         request.row = None
+        self.running.remove(request)
+        self._clear(row)
+        return row
+
+    def _clear(self, row: int) -> None:
         self.generation[row] += 1
         for column in self._progress:
             column[row] = 0
         self._set_stop_ids(row, frozenset())
         self.owners[row] = None
-        self.running.remove(request)
         heappush(self._free, row)
         self._order_stale = True
-        return row
 
     def tokens_of(self, rows: IndexArray, starts: Int32Array, count: int) -> Int32Array:
         """[S * count] Tokens of rows, `count` from each start on. Shapes: rows, starts [S]."""
@@ -200,6 +251,9 @@ class Rows:
         hit: npt.NDArray[np.bool_] = np.any(self.stop_ids[rows] == sampled[:, None], axis=1)
         hit &= self.num_tokens[rows] >= self.first_stop[rows]
         return hit
+
+    def _tokens_of(self, row: int) -> "array[int]":
+        return array("i", self.tokens[row, : self.num_tokens[row]].tobytes())
 
     def _set_stop_ids(self, row: int, ids: frozenset[int]) -> None:
         width = self.stop_ids.shape[1]

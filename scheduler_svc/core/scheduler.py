@@ -5,6 +5,7 @@ from array import array
 from scheduler_svc.core.admission import admit_waiting
 from scheduler_svc.core.block_hash import BlockHash, ExtraKeys, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.consistency import check_state
 from scheduler_svc.core.continuation import continue_running
 from scheduler_svc.core.counters import Counters
 from scheduler_svc.core.departure import end, preempt
@@ -17,7 +18,7 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.kv_memory import KvMemory
-from scheduler_svc.core.length_limit import length_limit
+from scheduler_svc.core.length_limit import check_width, length_limit
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.pinning import pin_prefix, unpin
 from scheduler_svc.core.pins import Pin
@@ -141,8 +142,7 @@ class Scheduler:
                 request.limit = length_limit(request, state.limits, state.pool)
             except NeverFitsError as error:
                 request.error = str(error)
-                end(state, request, FinishReason.ERROR, now_ns)
-                unfit.append(request)
+                unfit += end(state, request, FinishReason.ERROR, now_ns)
         state.connected = True
         return unfit
 
@@ -169,6 +169,7 @@ class Scheduler:
         for request in state.waiting:
             request.num_pending_tokens = 0
         state.released_rows.clear()
+        state.pending_forks.clear()
         if state.pool is not None:
             for block in unconfirmed:
                 state.pool.retract(block)
@@ -188,6 +189,7 @@ class Scheduler:
             )
         if request.num_prompt_tokens == 0:
             raise InvalidRequestError("prompt", "prompt is empty, must have at least one token")
+        check_width(request, state.limits)
         limit = length_limit(request, state.limits, state.pool)
         check_room(state, request, now_ns)
         request.limit = limit
@@ -201,7 +203,10 @@ class Scheduler:
         state.waiting.add(request)
 
     def finish(self, request: Request, num_output_tokens: int, now_ns: int) -> None:
-        """End a request as stopped, with only its first `num_output_tokens`."""
+        """End a request as stopped, with only its first `num_output_tokens`.
+
+        A root that still runs for its family takes all members with it.
+        """
         if request.finish_reason is None:
             end(self._state, request, FinishReason.STOP, now_ns)
             del request.tokens[request.num_prompt_tokens + num_output_tokens :]
@@ -209,7 +214,10 @@ class Scheduler:
     def abort(
         self, request: Request, now_ns: int, reason: FinishReason = FinishReason.ABORT
     ) -> None:
-        """End a request at once; its row and blocks are free when this returns."""
+        """End a request at once; its row and blocks are free when this returns.
+
+        A root that still runs for its family takes all members with it.
+        """
         if request.finish_reason is None:
             end(self._state, request, reason, now_ns)
 
@@ -217,6 +225,13 @@ class Scheduler:
         """Return requests whose deadlines passed in the queue since this was last called."""
         expired, self._state.expired = self._state.expired, []
         return expired
+
+    def abort_family(
+        self, root: Request, now_ns: int, reason: FinishReason = FinishReason.ABORT
+    ) -> None:
+        """End every member that lives."""
+        for member in root.members:
+            self.abort(member, now_ns, reason)
 
     def flush_cache(self) -> int:
         """Take every block's name away; return how many there were."""
@@ -279,14 +294,4 @@ class Scheduler:
 
     def check(self) -> None:
         """Prove the invariants. Raises: InvariantError. Cost: O(blocks); for tests."""
-        state = self._state
-        if state.pool is not None:
-            state.pool.check([request.blocks for request in state.live.values()])
-        state.rows.check()
-        running = state.rows.running
-        if sorted(r.precedence for r in running) != [r.precedence for r in running]:
-            raise InvariantError("running requests are not in order of precedence")
-        if state.waiting.num_tokens != sum(r.num_tokens for r in state.waiting):
-            raise InvariantError("waiting tokens miscounted")
-        if {*map(id, running), *map(id, state.waiting)} != set(map(id, state.live.values())):
-            raise InvariantError("a live request neither runs nor waits")
+        check_state(self._state)

@@ -5,6 +5,8 @@ from itertools import repeat
 import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.family_results import note_families
+from scheduler_svc.core.forks import forked_rows
 from scheduler_svc.core.journal import FlyingStep
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
@@ -28,6 +30,9 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
     rows.num_pending += samples
     step = FlyingStep(state.next_step_id, ran, rows.generation[ran], samples[ran])
     step.published += draft.published
+    if state.families:
+        note_families(state, step)
+    forked = forked_rows(state, draft) if state.pending_forks or draft.cuts else ()
     state.journal.add(step)
     if draft.num_tokens > len(ran):
         # A prompt may have filled blocks; what a decode fills, its result names.
@@ -37,8 +42,10 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
         reset=state.reset,
         num_rows=len(ran),
         released_rows=[] if state.reset else state.released_rows,
+        forked=forked,
         exceptions=exceptions,
         admitted_rows=admitted,
+        serial_rows=list(step.families),
     )
     state.released_rows.clear()
     state.reset = False
@@ -64,4 +71,6 @@ def _describe(state: SchedulerState, request: Request, num_new: int) -> Admitted
         num_new_tokens=num_new,
         block_tables=(np.array(request.blocks, dtype=np.int32),),
         sampling=request.sampling,
+        sequence_index=request.index,
+        num_samples=request.width if request.awaits_fork else 1,
     )

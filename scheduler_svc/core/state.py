@@ -6,6 +6,7 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.counters import Counters
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.pending_fork import PendingFork
 from scheduler_svc.core.prefix_cache import PrefixCache
 from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.rows import Rows
@@ -30,10 +31,19 @@ class SchedulerState:
     counters: Counters = field(default_factory=Counters)
 
     live: dict[RequestKey, Request] = field(default_factory=dict)
-    """Requests that have not ended, by tenant and id."""
+    """Requests that have not ended, by tenant and id; of a family the root, while any lives."""
 
     expired: list[Request] = field(default_factory=list)
     """Requests dropped from the queue for their deadlines, until the shell takes them."""
+
+    families: dict[int, Request] = field(default_factory=dict)
+    """Rows that run for a whole family, and their owners: what they sample forks them."""
+
+    pending_forks: dict[int, PendingFork] = field(default_factory=dict)
+    """Rows that the next plan forks."""
+
+    shared_tails: set[int] = field(default_factory=set)
+    """Rows whose last block is partly filled, and may have more users."""
 
     pool: BlockPool | None = None
     """None until a worker group has joined."""

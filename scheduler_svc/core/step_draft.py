@@ -10,6 +10,7 @@ from scheduler_svc.core.step_plan import (
     EMPTY,
     AdmittedRow,
     AppendedBlocks,
+    ForkedRow,
     Int32Array,
     StepPlan,
 )
@@ -33,6 +34,12 @@ class StepDraft:
 
     appended_blocks: list[BlockId] = field(default_factory=list)
     """… and the block."""
+
+    copies: dict[int, tuple[BlockId, BlockId]] = field(default_factory=dict)
+    """Source and destination of the block that a row gets a copy of …"""
+
+    cuts: dict[int, int] = field(default_factory=dict)
+    """… and how many blocks of its table it keeps before it."""
 
     admitted: list[Request] = field(default_factory=list)
     """Requests that get a row in this step …"""
@@ -59,6 +66,8 @@ class StepDraft:
         """Let a row that was running do nothing after all; it is about to lose its blocks."""
         self.take(-int(self.num_new[row]))
         self.num_new[row] = 0
+        self.copies.pop(row, None)
+        self.cuts.pop(row, None)
         appended = [
             (other, block)
             for other, block in zip(self.appended_rows, self.appended_blocks, strict=True)
@@ -90,10 +99,15 @@ class StepDraft:
         reset: bool,
         released_rows: list[int],
         num_rows: int,
+        forked: tuple[ForkedRow, ...],
         exceptions: tuple[Int32Array, Int32Array, Int32Array],
         admitted_rows: tuple[AdmittedRow, ...],
+        serial_rows: list[int],
     ) -> StepPlan:
         """Return the finished plan."""
+        sources, destinations = EMPTY, EMPTY
+        if self.copies:
+            sources, destinations = np.array([*self.copies.values()], dtype=np.int32).T
         appended: tuple[AppendedBlocks, ...] = ()
         if self.appended_rows:
             appended = (
@@ -107,14 +121,16 @@ class StepDraft:
             step_id=step_id,
             reset=reset,
             released_rows=np.array(released_rows, dtype=np.int32) if released_rows else EMPTY,
+            forked=forked,
             admitted=admitted_rows,
             appended=appended,
-            copy_sources=EMPTY,
-            copy_destinations=EMPTY,
+            copy_sources=sources,
+            copy_destinations=destinations,
             exception_rows=exceptions[0],
             exception_num_computed_tokens=exceptions[1],
             exception_num_new_tokens=exceptions[2],
             num_rows=num_rows,
             num_tokens=self.num_tokens,
             num_preempted=self.num_preempted,
+            serial_rows=np.array(serial_rows, dtype=np.int32) if serial_rows else EMPTY,
         )

@@ -1,6 +1,6 @@
 """What a worker shall compute in one step, and what it answered: columns, not objects."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -8,6 +8,7 @@ import numpy.typing as npt
 from scheduler_svc.core.request import Request, Sampling
 
 Int32Array = npt.NDArray[np.int32]
+Float32Array = npt.NDArray[np.float32]
 IndexArray = npt.NDArray[np.intp]
 """Row numbers as numpy indexes with them: other integers cost a copy at each use."""
 
@@ -46,6 +47,35 @@ class AdmittedRow:
     sequence_index: int = 0
     """Number of the sequence within its request."""
 
+    num_samples: int = 1
+    """Tokens to draw when it first samples, for this sequence index and those that follow."""
+
+    num_candidates: int = 0
+    """Likeliest tokens to report wherever it samples; it then takes the first of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class ForkedRow:
+    """A row that takes over tokens, blocks, sampling and progress of another, or of itself.
+
+    All forks of a plan see the rows as they were before any of them.
+    """
+
+    row: int
+    """Its place. Whatever was there is replaced."""
+
+    parent_row: int
+    """The row it continues."""
+
+    sequence_index: int
+    """Number of the sequence within its request."""
+
+    last_token: int | None
+    """Its last token. None: the parent's."""
+
+    num_blocks: int
+    """Blocks it takes over, the first of the parent's."""
+
 
 @dataclass(frozen=True, slots=True)
 class AppendedBlocks:
@@ -80,6 +110,9 @@ class StepPlan:
     released_rows: Int32Array
     """Rows to forget."""
 
+    forked: tuple[ForkedRow, ...]
+    """Rows that continue others, and advance as these do. No parent is released."""
+
     admitted: tuple[AdmittedRow, ...]
     """Rows in full."""
 
@@ -110,6 +143,23 @@ class StepPlan:
     num_preempted: int
     """Requests preempted to make this plan. Not sent."""
 
+    serial_rows: Int32Array = field(default_factory=lambda: EMPTY)
+    """Rows that are not planned again before this step's result is applied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidates:
+    """The likeliest tokens of rows, the likeliest first, row after row."""
+
+    ids: Int32Array
+    """[C]"""
+
+    logprobs: Float32Array
+    """[C]"""
+
+    counts: Int32Array
+    """[S] How many each row that sampled has. They sum to C."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
@@ -119,13 +169,19 @@ class StepResult:
     """The plan's."""
 
     tokens: Int32Array
-    """[S] Sampled ids of the rows that sampled, in ascending order of row."""
+    """[T] Sampled ids, row after row in ascending order. T is S, but for `num_tokens`."""
 
     row_errors: tuple[tuple[int, str], ...] = ()
     """Rows that could not be computed, with the reason. They sampled nothing."""
 
     rows: Int32Array | None = None
     """[S] The rows that sampled, where the worker says so."""
+
+    num_tokens: Int32Array | None = None
+    """[S] How many tokens each of these rows has. None: one each."""
+
+    candidates: Candidates | None = None
+    """What the rows could have sampled, where one of them was asked for that."""
 
 
 @dataclass(frozen=True, slots=True)

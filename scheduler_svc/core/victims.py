@@ -49,10 +49,10 @@ def _tokens_again(
     """
     places = [rows.row_of(request) for request in candidates]
     computed = rows.num_computed[places].tolist()
-    left = (rows.limit - rows.num_tokens - rows.num_pending)[places].tolist()
+    known = (rows.num_tokens + rows.num_pending)[places].tolist()
     return [
-        tokens - pool.num_shared(request.blocks) * block_size if more > 0 else 0
-        for request, tokens, more in zip(candidates, computed, left, strict=True)
+        tokens - pool.num_shared(request.blocks) * block_size if length < request.limit else 0
+        for request, tokens, length in zip(candidates, computed, known, strict=True)
     ]
 
 
@@ -84,6 +84,7 @@ def _first(
             _is_protected(request, rows),
             cost,
             -request.sequence,
+            -request.index,
         )
         for request, cost in zip(candidates, costs, strict=True)
     ]

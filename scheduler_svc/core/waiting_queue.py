@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heapreplace
 from operator import attrgetter
 
+from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step_plan import Int32Array
 from scheduler_svc.core.tenant_shares import TenantShares
@@ -44,9 +45,13 @@ class WaitingQueue:
 
     def add(self, request: Request) -> None:
         """Queue a new or a preempted request."""
-        self.give_precedence(request)
+        self.enter(request)
         insort(self._line, request, key=_precedence)
         self.num_tokens += request.num_tokens
+
+    def enter(self, request: Request) -> None:
+        """Take note of a request that waits or runs; one that is forked into a row never waited."""
+        self.give_precedence(request)
 
     def remove(self, request: Request) -> None:
         """Take a queued request out."""
@@ -78,8 +83,8 @@ class WaitingQueue:
     def forget(self, request: Request) -> None:
         """Note that a request has ended."""
 
-    def _precedence_of(self, request: Request) -> tuple[int, int]:
-        return 0, request.sequence
+    def _precedence_of(self, request: Request) -> tuple[int, int, int]:
+        return 0, request.sequence, request.index
 
 
 class PriorityQueue(WaitingQueue):
@@ -107,10 +112,11 @@ class PriorityQueue(WaitingQueue):
             if other.priority > priority and other.precedence > precedence
         ]
 
-    def _precedence_of(self, request: Request) -> tuple[int, int]:
+    def _precedence_of(self, request: Request) -> tuple[int, int, int]:
         if self._ageing_ns:
-            return request.priority * self._ageing_ns + request.arrival_ns, request.sequence
-        return request.priority, request.sequence
+            aged = request.priority * self._ageing_ns + request.arrival_ns
+            return aged, request.sequence, request.index
+        return request.priority, request.sequence, request.index
 
 
 class FairQueue(WaitingQueue):
@@ -127,10 +133,10 @@ class FairQueue(WaitingQueue):
         self._shares = TenantShares()
 
     def add(self, request: Request) -> None:
-        """Queue a request, and open its tenant's account if need be."""
+        """Queue a request."""
         super().add(request)
         if request.account is None:
-            request.account = self._shares.open(request.tenant, request.weight)
+            raise InvariantError(f"request {request.request_id} has no account")
         line = self._lines.setdefault(request.account, [])
         if not line:
             self._shares.join(request.account, self._lines.keys() - {request.account})
@@ -150,6 +156,12 @@ class FairQueue(WaitingQueue):
             for other in running
             if other.tenant != request.tenant or other.precedence > request.precedence
         ]
+
+    def enter(self, request: Request) -> None:
+        """Open its tenant's account if need be, too."""
+        super().enter(request)
+        if request.account is None:
+            request.account = self._shares.open(request.tenant, request.weight)
 
     def remove(self, request: Request) -> None:
         """Take a queued request out."""

@@ -7,9 +7,18 @@ import numpy as np
 from google.protobuf.message import DecodeError
 
 from pagemill.v1 import worker_pb2
-from scheduler_svc.core.step_plan import AdmittedRow, Int32Array, StepPlan, StepResult
+from scheduler_svc.core.step_plan import (
+    AdmittedRow,
+    Candidates,
+    Float32Array,
+    ForkedRow,
+    Int32Array,
+    StepPlan,
+    StepResult,
+)
 
 _WIRE_INT32 = np.dtype("<i4")
+_WIRE_FLOAT32 = np.dtype("<f4")
 
 _MAX_STEP_NS = 24 * 3600 * 10**9
 
@@ -67,6 +76,7 @@ def encode_plan(plan: StepPlan, epoch: Epoch, traceparent: str) -> bytes:
         epoch=worker_pb2.Epoch(incarnation=epoch.incarnation, number=epoch.number),
         reset=plan.reset,
         released_rows=_pack(plan.released_rows),
+        forked=[_forked_row(row) for row in plan.forked],
         admitted=[_admitted_row(row) for row in plan.admitted],
         appended=[
             worker_pb2.AppendedBlocks(
@@ -80,8 +90,19 @@ def encode_plan(plan: StepPlan, epoch: Epoch, traceparent: str) -> bytes:
         copy_sources=_pack(plan.copy_sources),
         copy_destinations=_pack(plan.copy_destinations),
         traceparent=traceparent,
+        serial_rows=_pack(plan.serial_rows),
     )
     return worker_pb2.JoinResponse(plan=message).SerializeToString()
+
+
+def _forked_row(row: ForkedRow) -> worker_pb2.ForkedRow:
+    return worker_pb2.ForkedRow(
+        row=row.row,
+        parent_row=row.parent_row,
+        sequence_index=row.sequence_index,
+        last_token=row.last_token,
+        num_blocks=row.num_blocks,
+    )
 
 
 def _admitted_row(row: AdmittedRow) -> worker_pb2.AdmittedRow:
@@ -102,6 +123,8 @@ def _admitted_row(row: AdmittedRow) -> worker_pb2.AdmittedRow:
             seed=sampling.seed,
         ),
         sequence_index=row.sequence_index,
+        num_samples=row.num_samples if row.num_samples > 1 else 0,
+        num_candidates=row.num_candidates,
     )
 
 
@@ -119,22 +142,25 @@ def decode_message(raw: bytes) -> worker_pb2.JoinRequest:
 def decode_result(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer:
     """Read a result's columns.
 
-    Raises: MalformedMessageError if a column is cut, columns differ in length, a row gave
-        more tokens than one, or a token is none of the vocabulary.
+    Raises: MalformedMessageError if a column is cut, columns do not fit together, a token is none
+        of the vocabulary, or a log-probability is above 0 or none at all.
     """
     tokens = _unpack("tokens", message.tokens)
-    # Seen as unsigned, a negative id is too large: one look at the column instead of two.
-    if len(tokens) and tokens.view(np.uint32).max() >= vocab_size:
-        raise MalformedMessageError(
-            f"tokens go from {tokens.min()} to {tokens.max()}, must be 0 to {vocab_size - 1}"
-        )
-    rows = _rows_of_one_token(message, len(tokens))
+    _check_ids("tokens", tokens, vocab_size)
+    rows, counts = _rows_and_counts(message, len(tokens))
     timing = message.timing
     if max(timing.wait_ns, timing.execute_ns, timing.codec_ns) > _MAX_STEP_NS:
         raise MalformedMessageError(f"timing is longer than a step may be: {_MAX_STEP_NS} ns")
     return StepAnswer(
         Epoch(message.epoch.incarnation, message.epoch.number),
-        StepResult(message.step_id, tokens, _row_errors(message.errors), rows),
+        StepResult(
+            message.step_id,
+            tokens,
+            _row_errors(message.errors),
+            rows,
+            counts,
+            _candidates(message, rows, vocab_size),
+        ),
         WorkerTiming(
             timing.wait_ns,
             timing.prepare_ns,
@@ -146,20 +172,59 @@ def decode_result(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer
     )
 
 
-def _rows_of_one_token(message: worker_pb2.StepResult, num_tokens: int) -> Int32Array | None:
-    """Return the rows that the message names, if any; each must have one token."""
+def _check_ids(name: str, ids: Int32Array, vocab_size: int) -> None:
+    # Seen as unsigned, a negative id is too large: one look at the column instead of two.
+    if len(ids) and ids.view(np.uint32).max() >= vocab_size:
+        raise MalformedMessageError(
+            f"{name} go from {ids.min()} to {ids.max()}, must be 0 to {vocab_size - 1}"
+        )
+
+
+def _rows_and_counts(
+    message: worker_pb2.StepResult, num_tokens: int
+) -> tuple[Int32Array | None, Int32Array | None]:
+    """Return the rows that the message names, if any, and how many tokens each has."""
     if not message.rows and not message.num_tokens:
-        return None
+        return None, None
     rows = _unpack("rows", message.rows)
     counts = _unpack("num_tokens", message.num_tokens)
-    for name, column in (("rows", rows), ("num_tokens", counts)):
-        if len(column) not in (0, num_tokens):
-            raise MalformedMessageError(f"{name} has {len(column)} entries, tokens {num_tokens}")
     if (np.diff(rows) <= 0).any():
         raise MalformedMessageError("rows must ascend")
-    if (counts != 1).any():
-        raise MalformedMessageError("num_tokens must be 1 in every row")
-    return rows if message.rows else None
+    if len(counts) and int(counts.min()) < 1:
+        raise MalformedMessageError("num_tokens must be at least 1 in every row")
+    if not message.rows and (counts != 1).any():
+        raise MalformedMessageError("num_tokens must come with rows, unless it is 1 in each")
+    if message.rows and len(counts) not in (0, len(rows)):
+        raise MalformedMessageError(f"num_tokens has {len(counts)} entries, rows {len(rows)}")
+    given = int(counts.sum(dtype=np.int64)) if message.num_tokens else len(rows)
+    if given != num_tokens:
+        raise MalformedMessageError(f"rows have {given} tokens, there are {num_tokens}")
+    return rows if message.rows else None, counts if len(counts) else None
+
+
+def _candidates(
+    message: worker_pb2.StepResult, rows: Int32Array | None, vocab_size: int
+) -> Candidates | None:
+    """Return the likeliest tokens that the message tells, if any."""
+    counts = _unpack("num_candidates", message.num_candidates)
+    if not len(counts):
+        return None
+    ids = _unpack("candidate_ids", message.candidate_ids)
+    logprobs = _unpack_floats("candidate_logprobs", message.candidate_logprobs)
+    _check_ids("candidate_ids", ids, vocab_size)
+    if rows is None or len(counts) != len(rows):
+        raise MalformedMessageError("num_candidates must have one entry for each of rows")
+    if int(counts.min()) < 0:
+        raise MalformedMessageError("num_candidates must not be negative")
+    total = int(counts.sum(dtype=np.int64))
+    if not total == len(ids) == len(logprobs):
+        raise MalformedMessageError(
+            f"rows have {total} candidates, there are {len(ids)} ids and {len(logprobs)} "
+            "log-probabilities"
+        )
+    if not (logprobs <= 0).all():
+        raise MalformedMessageError("candidate_logprobs must be at most 0")
+    return Candidates(ids, logprobs, counts)
 
 
 def _row_errors(errors: Sequence[worker_pb2.RowError]) -> tuple[tuple[int, str], ...]:
@@ -174,3 +239,9 @@ def _unpack(name: str, raw: bytes) -> Int32Array:
     if len(raw) % _WIRE_INT32.itemsize:
         raise MalformedMessageError(f"{name} has {len(raw)} bytes, must be int32 words")
     return np.frombuffer(raw, dtype=_WIRE_INT32).astype(np.int32, copy=False)
+
+
+def _unpack_floats(name: str, raw: bytes) -> Float32Array:
+    if len(raw) % _WIRE_FLOAT32.itemsize:
+        raise MalformedMessageError(f"{name} has {len(raw)} bytes, must be float32 words")
+    return np.frombuffer(raw, dtype=_WIRE_FLOAT32).astype(np.float32, copy=False)

@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from pagemill.v1 import worker_pb2
 from scheduler_svc.core.request import Sampling
-from scheduler_svc.core.step_plan import AdmittedRow, AppendedBlocks, Int32Array, StepPlan
+from scheduler_svc.core.step_plan import (
+    AdmittedRow,
+    AppendedBlocks,
+    ForkedRow,
+    Int32Array,
+    StepPlan,
+)
 from scheduler_svc.service.worker_wire import (
     Epoch,
     MalformedMessageError,
@@ -39,12 +45,23 @@ admitted_rows = st.builds(
     block_tables=st.lists(columns, max_size=2).map(tuple),
     sampling=samplings,
     sequence_index=uint32,
+    num_samples=st.integers(1, 2**32 - 1),
+    num_candidates=uint32,
+)
+forked_rows = st.builds(
+    ForkedRow,
+    row=uint32,
+    parent_row=uint32,
+    sequence_index=uint32,
+    last_token=st.none() | int32,
+    num_blocks=uint32,
 )
 plans = st.builds(
     StepPlan,
     step_id=uint64,
     reset=st.booleans(),
     released_rows=columns,
+    forked=st.lists(forked_rows, max_size=3).map(tuple),
     admitted=st.lists(admitted_rows, max_size=3).map(tuple),
     appended=st.lists(
         st.builds(AppendedBlocks, group=uint32, rows=columns, blocks=columns), max_size=2
@@ -57,6 +74,7 @@ plans = st.builds(
     num_rows=st.just(0),
     num_tokens=st.just(0),
     num_preempted=st.just(0),
+    serial_rows=columns,
 )
 
 
@@ -66,7 +84,7 @@ def plain(value: object) -> object:
         return value.dtype.str, value.tolist()
     if isinstance(value, tuple):
         return tuple(plain(part) for part in value)
-    if isinstance(value, StepPlan | AdmittedRow | AppendedBlocks):
+    if isinstance(value, StepPlan | AdmittedRow | AppendedBlocks | ForkedRow):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value
 
@@ -88,6 +106,7 @@ def test_columns_are_little_endian_whatever_the_array() -> None:
         step_id=0,
         reset=False,
         released_rows=big_endian,
+        forked=(),
         admitted=(),
         appended=(),
         copy_sources=empty,
@@ -136,16 +155,71 @@ def test_a_result_arrives_as_it_was_sent(
     assert (answer.timing.wait_ns, answer.timing.execute_ns, answer.timing.codec_ns) == (1, 2, 3)
 
 
+def one_row(
+    num_tokens: bytes = b"",
+    num_candidates: bytes = b"",
+    candidate_ids: bytes = b"",
+    candidate_logprobs: bytes = b"",
+) -> worker_pb2.StepResult:
+    return worker_pb2.StepResult(
+        tokens=pack(7),
+        rows=pack(3),
+        num_tokens=num_tokens,
+        num_candidates=num_candidates,
+        candidate_ids=candidate_ids,
+        candidate_logprobs=candidate_logprobs,
+    )
+
+
+def candidates(*logprobs: float) -> worker_pb2.StepResult:
+    return one_row(
+        num_candidates=pack(len(logprobs)),
+        candidate_ids=pack(*range(len(logprobs))),
+        candidate_logprobs=np.array(logprobs, dtype="<f4").tobytes(),
+    )
+
+
+def test_several_tokens_and_candidates_of_rows_arrive() -> None:
+    message = worker_pb2.StepResult(
+        tokens=pack(7, 8, 9),
+        rows=pack(3, 5),
+        num_tokens=pack(2, 1),
+        num_candidates=pack(0, 2),
+        candidate_ids=pack(9, 4),
+        candidate_logprobs=np.array([-0.5, float("-inf")], dtype="<f4").tobytes(),
+    )
+    result = decode_result(message, vocab_size=100).result
+    assert result.rows is not None
+    assert result.num_tokens is not None
+    assert result.candidates is not None
+    assert (result.rows.tolist(), result.num_tokens.tolist()) == ([3, 5], [2, 1])
+    assert result.candidates.counts.tolist() == [0, 2]
+    assert result.candidates.ids.tolist() == [9, 4]
+    assert result.candidates.logprobs.dtype == np.float32
+    assert result.candidates.logprobs.tolist() == [-0.5, float("-inf")]
+
+
 @pytest.mark.parametrize(
     ("result", "complaint"),
     [
         (worker_pb2.StepResult(tokens=b"\1\0\0"), "tokens has 3 bytes"),
         (worker_pb2.StepResult(tokens=pack(100)), "tokens go from 100 to 100, must be 0 to 99"),
         (worker_pb2.StepResult(tokens=pack(-1, 5)), "tokens go from -1 to 5"),
-        (worker_pb2.StepResult(tokens=pack(1), rows=pack(0, 1)), "rows has 2 entries, tokens 1"),
+        (worker_pb2.StepResult(tokens=pack(1), rows=pack(0, 1)), "rows have 2 tokens, there are 1"),
         (worker_pb2.StepResult(tokens=pack(1, 2), rows=pack(3, 3)), "rows must ascend"),
-        (worker_pb2.StepResult(tokens=pack(1, 2), num_tokens=pack(2)), "num_tokens has 1 entries"),
-        (worker_pb2.StepResult(tokens=pack(1), num_tokens=pack(2)), "num_tokens must be 1"),
+        (worker_pb2.StepResult(tokens=pack(1, 2), num_tokens=pack(2)), "must come with rows"),
+        (worker_pb2.StepResult(tokens=pack(1), num_tokens=pack(1, 1)), "rows have 2 tokens"),
+        (one_row(num_tokens=pack(1, 1)), "num_tokens has 2 entries, rows 1"),
+        (one_row(num_tokens=pack(2)), "rows have 2 tokens, there are 1"),
+        (one_row(num_tokens=pack(0)), "num_tokens must be at least 1"),
+        (worker_pb2.StepResult(tokens=pack(7), num_candidates=pack(0)), "one entry for each"),
+        (one_row(num_candidates=pack(0, 0)), "one entry for each of rows"),
+        (one_row(num_candidates=pack(-1)), "must not be negative"),
+        (one_row(num_candidates=pack(2), candidate_ids=pack(7)), "2 candidates, there are 1 ids"),
+        (one_row(num_candidates=pack(1), candidate_ids=pack(100)), "candidate_ids go from 100"),
+        (candidates(0.5), "candidate_logprobs must be at most 0"),
+        (candidates(float("nan")), "candidate_logprobs must be at most 0"),
+        (one_row(num_candidates=pack(1), candidate_logprobs=b"abc"), "has 3 bytes, must be float"),
     ],
 )
 def test_a_result_that_cannot_be_read_is_refused_by_name(
