@@ -49,15 +49,15 @@ class KvGroup:
     def most_blocks(self, num_tokens: int, num_in_flight: int, block_size: int) -> int:
         """Return the most blocks that a request of so many tokens holds at a time.
 
-        A window holds what its earliest token in flight sees, up to the latest one in flight, and
-        one block more, since it need not begin where a block does.
+        It holds what its earliest token in flight sees, up to the latest one in flight, and one
+        block more where that need not begin with a block.
         """
-        if self.window:
-            span = min(self.window - 1 + num_in_flight, num_tokens)
-            return min(-(-span // block_size) + 1, -(-num_tokens // block_size))
-        if self.chunk:
-            return -(-min(self.chunk + num_in_flight, num_tokens) // block_size)
-        return -(-num_tokens // block_size)
+        whole = -(-num_tokens // block_size)
+        if not self.window and not self.chunk:
+            return whole
+        span = min((self.window - 1 if self.window else self.chunk) + num_in_flight, num_tokens)
+        begins_inside = bool(self.window or self.chunk % block_size)
+        return min(-(-span // block_size) + begins_inside, whole)
 
 
 FULL_ATTENTION = (KvGroup(),)

@@ -48,6 +48,16 @@ class BlockTables:
         self.ids[rows[by_row], columns] = blocks[by_row]
         self.num_blocks[gaining] += counts.astype(np.int32)
 
+    def fork(self, rows: Int64Array, parents: Int64Array, num_blocks: Int64Array) -> None:
+        """Give each row the first `num_blocks` of its parent's blocks, as before the call.
+
+        Shapes: rows, parents, num_blocks [F]; no row is there twice, none gets more blocks than
+            its parent has.
+        """
+        width = int(num_blocks.max())
+        self.ids[rows, :width] = self.ids[parents, :width]
+        self.num_blocks[rows] = num_blocks
+
     def slot_mapping(self, rows: Int64Array, positions: Int64Array) -> Int64Array:
         """Return the cache slot of each token: block id * block_size + offset in the block.
 

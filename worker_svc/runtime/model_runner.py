@@ -1,6 +1,7 @@
 """One step: a plan in, sampled tokens out."""
 
 from time import perf_counter_ns
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -8,12 +9,14 @@ import torch
 from worker_svc.errors import InvariantError
 from worker_svc.model.llama import Llama
 from worker_svc.runtime.block_tables import BlockTables
+from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.memory_budget import blocks_for
 from worker_svc.runtime.rows import Rows
-from worker_svc.runtime.sampler import sample
+from worker_svc.runtime.sampler import sample, sample_several
 from worker_svc.runtime.step_inputs import StepInputs, build_step_inputs
 from worker_svc.runtime.step_plan import (
+    Candidates,
     Int32Array,
     Int64Array,
     StepPlan,
@@ -23,6 +26,15 @@ from worker_svc.runtime.step_plan import (
 )
 
 _NOT_FINITE = "the model's logits are not finite"
+
+
+class Sampled(NamedTuple):
+    """What rows sampled; the columns are those of StepResult."""
+
+    rows: Int32Array
+    tokens: Int32Array
+    num_tokens: Int32Array
+    candidates: Candidates | None
 
 
 class ModelRunner:
@@ -76,13 +88,15 @@ class ModelRunner:
         prepared = perf_counter_ns()
         logits = self._compute(inputs)
         computed = perf_counter_ns()
-        rows, tokens = self._sample(logits, inputs.sampling_rows)
+        sampled = self._sample(logits, inputs.sampling_rows)
         return StepResult(
             step_id=plan.step_id,
-            rows=rows,
-            tokens=tokens,
+            rows=sampled.rows,
+            tokens=sampled.tokens,
             timing=_timing(started, prepared, computed, perf_counter_ns()),
             row_errors=self.rows.failed(),
+            num_tokens=sampled.num_tokens,
+            candidates=sampled.candidates,
         )
 
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
@@ -98,16 +112,25 @@ class ModelRunner:
         )
         return self._model.logits(hidden[inputs.last_tokens])
 
-    def _sample(self, logits: torch.Tensor, rows: Int64Array) -> tuple[Int32Array, Int32Array]:
-        """Sample a token for each row and append it. Return the rows that have one, and it."""
+    def _sample(self, logits: torch.Tensor, rows: Int64Array) -> Sampled:
+        """Sample for each row, and append to it the token that it keeps."""
         if not len(rows):
-            return no_int32(), no_int32()
-        tokens, failed = sample(logits, rows, self.rows.num_tokens[rows], self.rows.sampling)
+            return Sampled(no_int32(), no_int32(), no_int32(), None)
+        params, positions = self.rows.sampling, self.rows.num_tokens[rows]
+        tokens, failed = sample(logits, rows, positions, params)
         if failed.any():
             self.rows.failures.update(dict.fromkeys(rows[failed].tolist(), _NOT_FINITE))
-            rows, tokens = rows[~failed], tokens[~failed]
+            kept = ~failed
+            logits = logits[torch.from_numpy(kept).to(logits.device)]
+            rows, tokens, positions = rows[kept], tokens[kept], positions[kept]
         self.rows.append_tokens(rows, tokens)
-        return rows.astype(np.int32), tokens
+        num_tokens, candidates = no_int32(), None
+        if (params.num_samples[rows] > 1).any():
+            tokens, num_tokens = sample_several(logits, tokens, rows, positions, params)
+            params.num_samples[rows] = 1
+        if params.num_candidates[rows].any():
+            candidates = find_candidates(logits, params.num_candidates[rows])
+        return Sampled(rows.astype(np.int32), tokens, num_tokens, candidates)
 
 
 def _timing(started: int, prepared: int, computed: int, ended: int) -> StepTiming:

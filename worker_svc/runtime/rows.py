@@ -5,7 +5,9 @@ import numpy.typing as npt
 
 from worker_svc.errors import InvariantError
 from worker_svc.runtime.block_tables import BlockTables
-from worker_svc.runtime.step_plan import AdmittedRow, Int32Array, Int64Array, StepPlan
+from worker_svc.runtime.forks import fork_columns
+from worker_svc.runtime.sampling_columns import SamplingColumns
+from worker_svc.runtime.step_plan import AdmittedRow, ForkedRow, Int32Array, Int64Array, StepPlan
 
 
 class Rows:
@@ -51,6 +53,8 @@ class Rows:
             self._forget(np.flatnonzero(self._known))
         self._check_known(plan.released_rows, "released")
         self._forget(plan.released_rows)
+        if plan.forked:
+            self._fork(plan.forked)
         self._advance()
         for entry in plan.admitted:
             self._admit(entry)
@@ -106,6 +110,33 @@ class Rows:
             for row in rows.tolist():
                 self.failures.pop(row, None)
 
+    def _fork(self, forked: tuple[ForkedRow, ...]) -> None:
+        """Write what the parents know into the forked rows: each column is read, then written."""
+        forks = fork_columns(forked, self._known, self.block_tables.num_blocks)
+        rows, parents = forks.rows, forks.parents
+        # Rows that stay in place keep their tokens: most of a beam's, and thousands each.
+        moved = rows != parents
+        if moved.any():
+            longest = int(self.num_tokens[parents[moved]].max())
+            self.tokens[rows[moved], :longest] = self.tokens[parents[moved], :longest]
+        for column in (self.num_tokens, self.num_computed_tokens, self.num_new_tokens):
+            column[rows] = column[parents]
+        self.block_tables.fork(rows, parents, forks.num_blocks)
+        self.sampling.fork(rows, parents, forks.sequence_indices)
+        self._known[rows] = True
+
+        replaced, tokens = rows[forks.replaces_last], forks.last_tokens[forks.replaces_last]
+        impossible = (tokens < 0) | (tokens >= self._vocab_size)
+        self.tokens[replaced, self.num_tokens[replaced] - 1] = np.where(impossible, 0, tokens)
+        if self.failures or impossible.any():
+            reasons = [self.failures.get(parent) for parent in parents.tolist()]
+            for row, reason in zip(rows.tolist(), reasons, strict=True):
+                self.failures.pop(row, None)
+                if reason is not None:
+                    self.failures[row] = reason
+            for row in replaced[impossible].tolist():
+                self.failures.setdefault(row, self._bad_token())
+
     def _advance(self) -> None:
         """Count the previous step's tokens as computed, and plan one more for each row."""
         self.num_computed_tokens += self.num_new_tokens
@@ -118,6 +149,11 @@ class Rows:
             raise InvariantError(
                 f"row {row} is admitted with {count} tokens, must be 1 to {self.tokens.shape[1]}"
             )
+        if not 1 <= entry.num_samples <= len(self._known):
+            raise InvariantError(
+                f"row {row} is to sample {entry.num_samples} tokens, must be 1 to "
+                f"{len(self._known)}, as many as there are rows"
+            )
         if len(entry.block_tables) != 1:
             raise InvariantError(f"row {row} has {len(entry.block_tables)} block tables, not 1")
         self._known[row] = True
@@ -129,7 +165,10 @@ class Rows:
         self.sampling.write(row, entry)
         self.failures.pop(row, None)
         if not (entry.tokens.min() >= 0 and entry.tokens.max() < self._vocab_size):
-            self.failures[row] = f"a token id is not in 0 to {self._vocab_size - 1}"
+            self.failures[row] = self._bad_token()
+
+    def _bad_token(self) -> str:
+        return f"a token id is not in 0 to {self._vocab_size - 1}"
 
     def _append(self, plan: StepPlan) -> None:
         if len(plan.appended) > 1:
@@ -150,27 +189,3 @@ class Rows:
                 f"rows {rows.min()} to {rows.max()} are named, there are 0 to "
                 f"{len(self._known) - 1}"
             )
-
-
-class SamplingColumns:
-    """How each row's tokens are chosen: SamplingParams, turned by 90 degrees."""
-
-    __slots__ = ("min_p", "seed", "sequence_index", "temperature", "top_k", "top_p")
-
-    def __init__(self, max_rows: int) -> None:
-        self.temperature = np.zeros(max_rows, dtype=np.float64)
-        self.top_k = np.zeros(max_rows, dtype=np.int64)
-        self.top_p = np.ones(max_rows, dtype=np.float64)
-        self.min_p = np.zeros(max_rows, dtype=np.float64)
-        self.seed = np.zeros(max_rows, dtype=np.uint64)
-        self.sequence_index = np.zeros(max_rows, dtype=np.int64)
-
-    def write(self, row: int, entry: AdmittedRow) -> None:
-        """Replace what is known of one row."""
-        params = entry.sampling
-        self.temperature[row] = params.temperature
-        self.top_k[row] = params.top_k
-        self.top_p[row] = params.top_p
-        self.min_p[row] = params.min_p
-        self.seed[row] = params.seed
-        self.sequence_index[row] = entry.sequence_index

@@ -8,10 +8,9 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.errors import InvariantError
-from worker_svc.runtime.rows import SamplingColumns
-from worker_svc.runtime.step_plan import Int32Array, Int64Array
+from worker_svc.runtime.sampling_columns import SamplingColumns
+from worker_svc.runtime.step_plan import Float32Array, Int32Array, Int64Array
 
-Float32Array: TypeAlias = npt.NDArray[np.float32]
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
 
@@ -47,17 +46,38 @@ def sample(
     drawing = np.flatnonzero((temperature > GREEDY_TEMPERATURE) & ~failed)
     if len(drawing):
         drawn = rows[drawing]
-        draws = uniforms(params.seed[drawn], params.sequence_index[drawn], positions[drawing])
-        for index, row, draw in zip(drawing.tolist(), drawn.tolist(), draws.tolist(), strict=True):
-            tokens[index] = _draw_token(
-                scores[index],
-                float(params.temperature[row]),
-                int(params.top_k[row]),
-                float(params.top_p[row]),
-                float(params.min_p[row]),
-                draw,
-            )
+        indices = params.sequence_index[drawn]
+        tokens[drawing] = _draw(scores, drawing, drawn, indices, positions[drawing], params)
     return tokens, failed
+
+
+def sample_several(
+    logits: torch.Tensor,
+    tokens: Int32Array,
+    rows: Int64Array,
+    positions: Int32Array,
+    params: SamplingColumns,
+) -> tuple[Int32Array, Int32Array]:
+    """Return `num_samples` tokens per row, row after row, and how many each row has.
+
+    The first is the one of `sample`, the nth what a row with the same logits and a sequence
+    index higher by n would have.
+
+    Shapes: logits [S, V] fp32, finite or -inf; tokens, from `sample`, rows and positions [S];
+        returns [T] and [S].
+    """
+    counts = params.num_samples[rows]
+    source = np.repeat(np.arange(len(rows)), counts)
+    nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    several = tokens[source]
+    drawing = np.flatnonzero((nth > 0) & (params.temperature[rows[source]] > GREEDY_TEMPERATURE))
+    if len(drawing):
+        drawn = source[drawing]
+        needed, places = np.unique(drawn, return_inverse=True)
+        scores: Float32Array = logits[torch.from_numpy(needed).to(logits.device)].cpu().numpy()
+        indices = params.sequence_index[rows[drawn]] + nth[drawing]
+        several[drawing] = _draw(scores, places, rows[drawn], indices, positions[drawn], params)
+    return several, counts.astype(np.int32)
 
 
 def uniforms(
@@ -79,6 +99,29 @@ def _mix(word: UInt64Array) -> UInt64Array:
     word = (word ^ (word >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     word = (word ^ (word >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return word ^ (word >> np.uint64(31))
+
+
+def _draw(
+    scores: Float32Array,
+    places: Int64Array,
+    rows: Int64Array,
+    sequence_indices: Int64Array,
+    positions: Int32Array,
+    params: SamplingColumns,
+) -> list[int]:
+    """Draw a token from `scores[places[i]]`, as `rows[i]` does. Shapes: all but scores [D]."""
+    draws = uniforms(params.seed[rows], sequence_indices, positions)
+    return [
+        _draw_token(
+            scores[place],
+            float(params.temperature[row]),
+            int(params.top_k[row]),
+            float(params.top_p[row]),
+            float(params.min_p[row]),
+            draw,
+        )
+        for place, row, draw in zip(places.tolist(), rows.tolist(), draws.tolist(), strict=True)
+    ]
 
 
 def _draw_token(

@@ -1,6 +1,6 @@
 """What a step asks of a worker, and what it answers: the worker's own view, as numpy columns."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
+Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,34 @@ class AdmittedRow:
     sequence_index: int = 0
     """Which of a request's sequences this is. Distinguishes their draws."""
 
+    num_samples: int = 1
+    """Tokens to draw when the row first samples, one for each sequence index from its own on.
+
+    The row keeps the first.
+    """
+
+    num_candidates: int = 0
+    """Likeliest tokens to report wherever the row samples. It then takes the first of them."""
+
+
+class ForkedRow(NamedTuple):
+    """A row that takes over tokens, blocks, sampling and progress of another, or of itself."""
+
+    row: int
+    """Place in the worker's columns. Whatever was there is replaced."""
+
+    parent_row: int
+    """The row it continues, as that was before all forks of the plan."""
+
+    sequence_index: int
+    """Which of a request's sequences it is."""
+
+    last_token: int | None
+    """Its last token. None: the parent's."""
+
+    num_blocks: int
+    """Blocks it takes over, the first of the parent's, in each KV group."""
+
 
 class AppendedBlocks(NamedTuple):
     """Blocks that rows gain in one KV group: entry i puts `blocks[i]` behind those of `rows[i]`.
@@ -87,8 +116,8 @@ def no_int32() -> Int32Array:
 class StepPlan:
     """The work of one step, as differences to the step before.
 
-    The worker forgets (`reset`, `released_rows`), learns (`admitted`, `appended`), copies,
-    and advances: a row that ran in the previous plan has its new tokens computed and runs
+    The worker forgets (`reset`, `released_rows`), learns (`forked`, `admitted`, `appended`),
+    copies, and advances: a row that ran in the previous plan has its new tokens computed and runs
     one more, except where an exception says otherwise.
     """
 
@@ -100,6 +129,9 @@ class StepPlan:
 
     released_rows: Int32Array
     """Rows to forget."""
+
+    forked: tuple[ForkedRow, ...]
+    """Rows that continue others. They advance as these do."""
 
     admitted: tuple[AdmittedRow, ...]
     """Rows to learn in full."""
@@ -136,6 +168,19 @@ class StepTiming:
     """The whole step."""
 
 
+class Candidates(NamedTuple):
+    """The likeliest tokens of rows, the likeliest first, row after row."""
+
+    ids: Int32Array
+    """[C]"""
+
+    logprobs: Float32Array
+    """[C]"""
+
+    counts: Int32Array
+    """[S] How many each row has. They sum to C."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What a step brought."""
@@ -147,9 +192,15 @@ class StepResult:
     """[S] The rows that sampled, ascending."""
 
     tokens: Int32Array
-    """[S] What they sampled."""
+    """[T] What they sampled, row after row. T is S, but for `num_tokens`."""
 
     timing: StepTiming
 
     row_errors: tuple[tuple[int, str], ...]
     """Rows that were to run and have failed, each with its reason. They sample nothing more."""
+
+    num_tokens: Int32Array = field(default_factory=no_int32)
+    """[S] How many tokens each row has. Empty: one each."""
+
+    candidates: Candidates | None = None
+    """What the rows could have sampled, where one of them was asked for that."""

@@ -209,6 +209,7 @@ def _plan(
         step_id=step_id,
         reset=step_id == 0,
         released_rows=np.array(released, dtype=np.int32),
+        forked=(),
         admitted=tuple(admitted),
         appended=(),
         copies=BlockCopies(no_int32(), no_int32()),

@@ -51,8 +51,8 @@ class StepLoop:
         plan = received.plan
         self._order.check(plan.step_id, received.epoch, reset=plan.reset)
         self._status.begin_step(plan.step_id, begin_ns)
-        self._refused.follow(plan, received.refusals)
-        result = self._refused.strike(self._runner.run(plan), received.refusals)
+        refusals = self._refused.follow(plan, received.refusals)
+        result = self._refused.strike(self._runner.run(plan), refusals)
         end_ns = time.monotonic_ns()
         self._status.end_step(end_ns - begin_ns)
 

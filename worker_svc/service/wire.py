@@ -1,7 +1,7 @@
 """Messages of the worker stream to step plans, and step results to messages.
 
-The only place that packs or reads columns. A column is little-endian int32 in `bytes`; reading
-one makes a read-only view, not a copy.
+The only place that packs or reads columns. A column is little-endian int32 in `bytes`
+(log-probabilities: float32); reading one makes a read-only view, not a copy.
 """
 
 from collections.abc import Callable
@@ -15,6 +15,7 @@ from worker_svc.runtime.step_plan import (
     AdmittedRow,
     AppendedBlocks,
     BlockCopies,
+    ForkedRow,
     Int32Array,
     SamplingParams,
     StepPlan,
@@ -22,19 +23,18 @@ from worker_svc.runtime.step_plan import (
 )
 
 INT32 = np.dtype("<i4")
+FLOAT32 = np.dtype("<f4")
 
 MAX_KV_GROUPS = 64
 """More than any model has: a bound on what one number in a message can make us allocate."""
 
-PLAN_FEATURES_NOT_SERVED = ("forked", "transfers", "drafts", "adapter_changes")
+PLAN_FEATURES_NOT_SERVED = ("transfers", "drafts", "adapter_changes")
 """Fields that change what later steps mean: a plan that uses one cannot be answered."""
 
 KV_FEATURES_NOT_SERVED = ("embeddings", "adapter")
 """Fields of a row that change its keys and values: the plan cannot be answered either."""
 
 ROW_FEATURES_NOT_SERVED: dict[str, Callable[[worker_pb2.AdmittedRow], bool]] = {
-    "num_samples": lambda row: row.num_samples > 1,
-    "num_candidates": lambda row: row.num_candidates > 0,
     "prompt_logprobs": lambda row: row.HasField("prompt_logprobs"),
     "guide_json": lambda row: bool(row.guide_json),
     "pooled": lambda row: row.pooled,
@@ -101,6 +101,7 @@ def read_plan(message: worker_pb2.StepPlan) -> StepPlan:
         step_id=message.step_id,
         reset=message.reset,
         released_rows=_column("released_rows", message.released_rows),
+        forked=tuple(_read_forked(fork) for fork in message.forked),
         admitted=tuple(_read_admitted(row) for row in message.admitted),
         appended=_read_appended(message),
         copies=BlockCopies(*copies),
@@ -127,10 +128,10 @@ def read_epoch(message: worker_pb2.StepPlan) -> Epoch:
 def write_result(result: StepResult, epoch: Epoch) -> worker_pb2.StepResult:
     """Return the message of a result, but for what the shell alone knows of its timing.
 
-    `rows` stays empty: every row that sampled has one token.
+    `rows` stays empty where every row that sampled has one token, and nothing else.
     """
-    timing = result.timing
-    return worker_pb2.StepResult(
+    timing, candidates = result.timing, result.candidates
+    message = worker_pb2.StepResult(
         step_id=result.step_id,
         epoch=worker_pb2.Epoch(incarnation=epoch.incarnation, number=epoch.number),
         tokens=pack(result.tokens),
@@ -142,6 +143,14 @@ def write_result(result: StepResult, epoch: Epoch) -> worker_pb2.StepResult:
             execute_ns=timing.total_ns,
         ),
     )
+    if len(result.num_tokens) or candidates is not None:
+        message.rows = pack(result.rows)
+        message.num_tokens = pack(result.num_tokens)
+    if candidates is not None:
+        message.candidate_ids = pack(candidates.ids)
+        message.candidate_logprobs = candidates.logprobs.astype(FLOAT32, copy=False).tobytes()
+        message.num_candidates = pack(candidates.counts)
+    return message
 
 
 def pack(column: Int32Array) -> bytes:
@@ -187,6 +196,18 @@ def _read_admitted(row: worker_pb2.AdmittedRow) -> AdmittedRow:
             seed=sampling.seed,
         ),
         sequence_index=row.sequence_index,
+        num_samples=max(1, row.num_samples),
+        num_candidates=row.num_candidates,
+    )
+
+
+def _read_forked(fork: worker_pb2.ForkedRow) -> ForkedRow:
+    return ForkedRow(
+        row=fork.row,
+        parent_row=fork.parent_row,
+        sequence_index=fork.sequence_index,
+        last_token=fork.last_token if fork.HasField("last_token") else None,
+        num_blocks=fork.num_blocks,
     )
 
 

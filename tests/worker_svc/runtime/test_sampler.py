@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from worker_svc.runtime.rows import SamplingColumns
-from worker_svc.runtime.sampler import GREEDY_TEMPERATURE, sample, uniforms
+from worker_svc.runtime.sampler import GREEDY_TEMPERATURE, sample, sample_several, uniforms
+from worker_svc.runtime.sampling_columns import SamplingColumns
 from worker_svc.runtime.step_plan import AdmittedRow, SamplingParams, no_int32
 
 NAN, INF = float("nan"), float("inf")
@@ -169,6 +169,40 @@ def test_a_rows_token_does_not_depend_on_its_neighbours(
     positions[place] = position
     rows = [2 * i + 1 for i in range(len(others))]
     assert draw(logits, others, positions=positions, rows=rows)[place] == alone[0]
+
+
+@given(
+    counts=st.lists(st.integers(1, 5), min_size=1, max_size=5),
+    temperatures=st.lists(st.sampled_from([0.0, 0.7, 2.0]), min_size=5, max_size=5),
+    index=st.integers(0, 2**32 - 1),
+    position=st.integers(0, 2**31 - 10),
+)
+def test_several_tokens_of_a_row_are_those_of_as_many_rows(
+    counts: list[int], temperatures: list[float], index: int, position: int
+) -> None:
+    """The rows stand at odd places, so that a row and its place in the step are not the same."""
+    logits = np.random.default_rng(len(counts)).normal(0, 3, (len(counts), 50)).astype(np.float32)
+    columns = SamplingColumns(2 * len(counts))
+    rows = np.arange(len(counts)) * 2 + 1
+    alone: list[int] = []
+    for place, (row, count) in enumerate(zip(rows.tolist(), counts, strict=True)):
+        params = SamplingParams(temperature=temperatures[place], top_p=0.9, seed=place)
+        for nth in range(count):
+            one = AdmittedRow(0, "r", no_int32(), 0, 0, 0, (), params, index + nth)
+            single = SamplingColumns(1)
+            single.write(0, one)
+            positions = np.array([position + place], dtype=np.int32)
+            token, _ = sample(torch.from_numpy(logits[[place]]), np.array([0]), positions, single)
+            alone.append(int(token[0]))
+        entry = AdmittedRow(row, "r", no_int32(), 0, 0, 0, (), params, index, num_samples=count)
+        columns.write(row, entry)
+    positions = (position + np.arange(len(counts))).astype(np.int32)
+    tensor = torch.from_numpy(logits)
+    first, _ = sample(tensor, rows, positions, columns)
+    tokens, num_tokens = sample_several(tensor, first, rows, positions, columns)
+    assert num_tokens.tolist() == counts
+    assert tokens.tolist() == alone
+    assert tokens.dtype == num_tokens.dtype == np.dtype(np.int32)
 
 
 def test_a_masked_token_is_never_drawn() -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import InvariantError
-from worker_svc.runtime.step_plan import Int32Array, StepResult, StepTiming
+from worker_svc.runtime.step_plan import Candidates, Int32Array, StepResult, StepTiming
 from worker_svc.service import wire
 
 ids = st.integers(0, 2**31 - 1)
@@ -46,12 +46,19 @@ admitted_rows = st.fixed_dictionaries(
         "num_new_tokens": ids,
         "block_tables": st.lists(columns, max_size=3),
         "sequence_index": ids,
+        "num_samples": st.integers(0, 2**32 - 1),
+        "num_candidates": uint32s,
         "temperature": float32s,
         "top_k": ids,
         "top_p": float32s,
         "min_p": float32s,
         "seed": st.integers(0, 2**64 - 1),
     }
+)
+
+forked_rows = st.fixed_dictionaries(
+    dict.fromkeys(("row", "parent_row", "sequence_index", "num_blocks"), uint32s),
+    optional={"last_token": st.integers(-(2**31), 2**31 - 1)},
 )
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -79,6 +86,7 @@ def same(column: Int32Array, values: Sequence[int]) -> bool:
     step_id=st.integers(0, 2**40),
     reset=st.booleans(),
     released=columns,
+    forked=st.lists(forked_rows, max_size=4),
     admitted=st.lists(admitted_rows, max_size=4),
     appended=st.dictionaries(st.integers(0, 4), tables(2), max_size=3),
     copies=tables(2),
@@ -88,6 +96,7 @@ def test_a_plan_is_read_as_it_was_written(
     step_id: int,
     reset: bool,
     released: list[int],
+    forked: list[dict[str, int]],
     admitted: list[dict[str, Any]],
     appended: dict[int, list[tuple[int, ...]]],
     copies: list[tuple[int, ...]],
@@ -99,6 +108,7 @@ def test_a_plan_is_read_as_it_was_written(
         epoch=worker_pb2.Epoch(incarnation=2**64 - 1, number=3),
         reset=reset,
         released_rows=encode(released),
+        forked=[worker_pb2.ForkedRow(**fork) for fork in forked],
         admitted=[encode_row(row) for row in admitted],
         appended=[
             worker_pb2.AppendedBlocks(
@@ -129,6 +139,8 @@ def test_a_plan_is_read_as_it_was_written(
         rows, blocks = turned(appended.get(group, []), 2)
         assert same(gained.rows, rows)
         assert same(gained.blocks, blocks)
+    unset = {"last_token": None}
+    assert [fork._asdict() for fork in plan.forked] == [unset | fork for fork in forked]
     for row, expected in zip(plan.admitted, admitted, strict=True):
         assert same(row.tokens, expected["tokens"])
         assert len(row.block_tables) == len(expected["block_tables"])
@@ -138,6 +150,8 @@ def test_a_plan_is_read_as_it_was_written(
             assert getattr(row, name) == expected[name]
         assert row.num_new_tokens == expected["num_new_tokens"]
         assert row.sequence_index == expected["sequence_index"]
+        assert row.num_samples == (expected["num_samples"] or 1)
+        assert row.num_candidates == expected["num_candidates"]
         for name in SAMPLING:
             assert getattr(row.sampling, name) == expected[name]
 
@@ -164,6 +178,46 @@ def test_a_result_is_written_as_it_is(
     assert [(error.row, error.reason) for error in message.errors] == errors
     timing = message.timing
     assert (timing.prepare_ns, timing.forward_ns, timing.sample_ns, timing.execute_ns) == times
+
+
+float32_columns = st.lists(st.floats(-100, 0, width=32), max_size=8)
+
+
+@given(
+    rows=columns,
+    tokens=columns,
+    num_tokens=columns,
+    candidates=st.none() | st.tuples(columns, float32_columns, columns),
+)
+def test_several_tokens_and_candidates_travel_with_the_rows_they_belong_to(
+    rows: list[int],
+    tokens: list[int],
+    num_tokens: list[int],
+    candidates: tuple[list[int], list[float], list[int]] | None,
+) -> None:
+    result = StepResult(
+        step_id=1,
+        rows=np.array(rows, dtype=np.int32),
+        tokens=np.array(tokens, dtype=np.int32),
+        timing=StepTiming(0, 0, 0, 0),
+        row_errors=(),
+        num_tokens=np.array(num_tokens, dtype=np.int32),
+        candidates=candidates
+        and Candidates(
+            ids=np.array(candidates[0], dtype=np.int32),
+            logprobs=np.array(candidates[1], dtype=np.float32),
+            counts=np.array(candidates[2], dtype=np.int32),
+        ),
+    )
+    written = wire.write_result(result, wire.Epoch(9, 4))
+    message = worker_pb2.StepResult.FromString(written.SerializeToString())
+    assert message.tokens == encode(tokens)
+    assert message.rows == (encode(rows) if num_tokens or candidates else b"")
+    assert message.num_tokens == encode(num_tokens)
+    some_ids, logprobs, counts = candidates or ([], [], [])
+    assert message.candidate_ids == encode(some_ids)
+    assert message.candidate_logprobs == struct.pack(f"<{len(logprobs)}f", *logprobs)
+    assert message.num_candidates == encode(counts)
 
 
 @pytest.mark.parametrize("name", ["released_rows", "exception_rows", "copy_sources"])
@@ -197,8 +251,6 @@ def test_groups_that_descend_or_cannot_be_are_refused(groups: list[int]) -> None
 
 
 NOT_SERVED_BY_ROW: dict[str, worker_pb2.AdmittedRow] = {
-    "num_samples": worker_pb2.AdmittedRow(num_samples=2),
-    "num_candidates": worker_pb2.AdmittedRow(num_candidates=1),
     "prompt_logprobs": worker_pb2.AdmittedRow(prompt_logprobs=0),
     "guide_json": worker_pb2.AdmittedRow(guide_json="{}"),
     "pooled": worker_pb2.AdmittedRow(pooled=True),
@@ -230,7 +282,6 @@ def test_each_feature_of_a_row_that_is_not_served_is_named() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        worker_pb2.AdmittedRow(num_samples=1),
         worker_pb2.AdmittedRow(sampling=worker_pb2.RowSampling(repetition_penalty=1)),
         # Stop ids alone forbid nothing: they matter before min_tokens.
         worker_pb2.AdmittedRow(sampling=worker_pb2.RowSampling(stop_token_ids=encode([1]))),
@@ -243,7 +294,6 @@ def test_values_that_mean_off_are_no_features(row: worker_pb2.AdmittedRow) -> No
 @pytest.mark.parametrize(
     ("feature", "changes"),
     [
-        ("forked", {"forked": [worker_pb2.ForkedRow()]}),
         ("transfers", {"transfers": [worker_pb2.BlockTransfer()]}),
         ("drafts", {"drafts": [worker_pb2.Draft()]}),
         ("adapter_changes", {"adapter_changes": [worker_pb2.AdapterChange()]}),
@@ -268,7 +318,7 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
         "serial_rows",  # says how the scheduler plans
     }
     read_plan = {
-        *{"step_id", "epoch", "reset", "released_rows", "admitted", "appended"},
+        *{"step_id", "epoch", "reset", "released_rows", "forked", "admitted", "appended"},
         *{"copy_sources", "copy_destinations"},
         *{"exception_rows", "exception_num_computed_tokens", "exception_num_new_tokens"},
     }
@@ -278,6 +328,7 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
     read_row = {
         *{"row", "request_id", "tokens", "block_tables", "sampling", "sequence_index"},
         *{"num_prompt_tokens", "num_computed_tokens", "num_new_tokens"},
+        *{"num_samples", "num_candidates"},
     }
     ignored_row = {"pooling"}  # how to pool, where `pooled` asks for it
     read_sampling = set(SAMPLING)
