@@ -169,6 +169,16 @@ def test_a_twin_takes_over_when_the_first_holder_is_evicted() -> None:
     assert pool.lookup(BlockHash(b"n")) == second
 
 
+def test_a_name_with_another_block_was_not_evicted() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    for block in (first, second):
+        pool.publish(block, BlockHash(b"n"))
+    pool.release([first])
+    pool.allocate(1)
+    assert not pool.was_evicted(BlockHash(b"n"))
+
+
 def test_the_check_bites() -> None:
     pool = BlockPool(2)
     blocks = pool.allocate(2)
