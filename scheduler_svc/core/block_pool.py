@@ -103,9 +103,8 @@ class BlockPool:
     def set_time(self, now_ns: int) -> None:
         """Say when what follows happens: once a step. Pins whose time is over end."""
         self._now_ns = now_ns
-        if self._pins.num_blocks:
-            for number in self._pins.expired(now_ns):
-                self.end_pin(number, PinEnd.EXPIRED)
+        for number in self._pins.expired(now_ns):
+            self.end_pin(number, PinEnd.EXPIRED)
 
     def lookup(self, name: BlockHash) -> BlockId | None:
         """Return a block with this name, or None. Changes nothing."""

@@ -34,6 +34,7 @@ TIME_TO_FIRST_TOKEN = "gen_ai.latency.time_to_first_token"  # noqa: S105  no pas
 END_TO_END = "gen_ai.latency.e2e"
 
 MISS_REASON = "pagemill.cache.miss_reason"
+TENANT = "pagemill.tenant"
 RECOMPUTED_TOKENS = "pagemill.recomputed_tokens"
 PREEMPTIONS = "pagemill.preemptions"
 FIRST_STEP_ID = "pagemill.first_step_id"

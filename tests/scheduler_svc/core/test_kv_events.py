@@ -143,6 +143,18 @@ def test_a_name_that_two_blocks_have_is_told_once_and_removed_with_the_last() ->
     assert removed.count(BlockRemoved(names_of(prompt)[0])) == 1
 
 
+def test_new_names_with_an_old_one_between_are_two_events() -> None:
+    prompt = list(range(4 * BLOCK_SIZE))
+    names, log = names_of(prompt), KvEventLog()
+    log.add_stored(names, [0, 2, 3], memoryview(array("i", prompt)), BLOCK_SIZE, "")
+    first, second = log.take()
+    assert isinstance(first, BlocksStored)
+    assert isinstance(second, BlocksStored)
+    assert (first.names, first.parent) == ((names[0],), b"")
+    assert (second.names, second.parent) == ((names[2], names[3]), names[1])
+    assert second.token_ids == packed(prompt[2 * BLOCK_SIZE :])
+
+
 def test_a_retracted_name_is_removed() -> None:
     table = event_bench(8)
     table.send(request("x", [1] * (2 * BLOCK_SIZE + 1), 4))
