@@ -29,6 +29,7 @@ from scheduler_svc.errors import ConfigError
 
 ENV_PREFIX = "PAGEMILL_"
 DEFAULT_MAX_NUM_SEQS = 256
+MIN_TENANT_WEIGHT, MAX_TENANT_WEIGHT = 1e-3, 1e3
 
 
 def _address(text: str) -> str:
@@ -52,6 +53,32 @@ def _names_are_not_empty(names: list[str]) -> list[str]:
     if not all(names):
         raise ValueError("must be names of at least one character, parted by commas")
     return names
+
+
+def _entries(given: object) -> object:
+    """Take a mapping as NAME=VALUE entries, so that a file can hold one."""
+    if isinstance(given, Mapping):
+        return [f"{name}={value}" for name, value in given.items()]
+    return _names(given)
+
+
+def _tenant_weights(entries: list[str]) -> list[str]:
+    weights = dict[str, float]()
+    for entry in entries:
+        name, equals, number = entry.rpartition("=")
+        try:
+            weight = float(number)
+        except ValueError:
+            weight = 0.0
+        if not equals or not MIN_TENANT_WEIGHT <= weight <= MAX_TENANT_WEIGHT:
+            raise ValueError(
+                "must be NAME=WEIGHT, parted by commas, each weight in "
+                f"[{MIN_TENANT_WEIGHT:g}, {MAX_TENANT_WEIGHT:g}]"
+            )
+        if name in weights:
+            raise ValueError(f"must name each tenant once, and names {name!r} twice")
+        weights[name] = weight
+    return entries
 
 
 def _tcp_address(text: str) -> str:
@@ -127,11 +154,17 @@ class SchedulerSettings(BaseSettings):
     scheduling_policy: Literal["fcfs", "priority", "fair"] = "fcfs"
     """Who goes next: by arrival; lower priority first; the tenant with fewest tokens."""
 
+    tenant_weights: Annotated[
+        list[str], NoDecode, BeforeValidator(_entries), AfterValidator(_tenant_weights)
+    ] = []
+    """NAME=WEIGHT of tenants, parted by commas: their shares under fair. Unnamed tenants: 1."""
+
     priority_ageing: float = Field(default=30.0, ge=0, le=86400, allow_inf_nan=False)
     """Seconds in the queue that lower a request's priority value by one. 0: none do."""
 
     preemption_victim: Literal["cheapest", "newest"] = "cheapest"
-    """Whose blocks are taken when there are too few. Lower priority always goes first."""
+    """Whose blocks are taken when there are too few. Lower priority always goes first. Under
+    `cheapest`, rows may pause for some steps first."""
 
     long_prefill_token_threshold: int = Field(default=0, ge=0, le=2**31 - 1)
     """Most tokens of one request in a step. 0: as many as the step has."""
@@ -174,6 +207,10 @@ class SchedulerSettings(BaseSettings):
     worker_wait: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     """Seconds that requests wait for a worker before they end with UNAVAILABLE."""
 
+    step_timeout: float = Field(default=300.0, gt=0, allow_inf_nan=False)
+    """Seconds without a step's result after which its worker is dropped and the requests wait for
+    another. Twenty times the slowest recent step, if that is more."""
+
     drain_timeout: float = Field(default=30.0, ge=0, allow_inf_nan=False)
     """Seconds that running requests get to end after SIGTERM."""
 
@@ -212,6 +249,11 @@ class SchedulerSettings(BaseSettings):
                 "long_prefill_token_threshold says what is long"
             )
         return self
+
+    def weights_by_tenant(self) -> dict[str, float]:
+        """Return `tenant_weights` by name. The empty name is the default tenant's."""
+        entries = (entry.rpartition("=") for entry in self.tenant_weights)
+        return {name: float(weight) for name, _, weight in entries}
 
     @classmethod
     def settings_customise_sources(

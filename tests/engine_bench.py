@@ -30,6 +30,7 @@ class Bench:
         worker_wait_s: float = 30.0,
         memory: KvMemory | None = None,
         feed: KvEventFeed | None = None,
+        step_timeout_s: float = 30.0,
     ) -> None:
         limits = Limits(
             block_size=BLOCK_SIZE,
@@ -50,6 +51,7 @@ class Bench:
             mailbox,
             incarnation=5,
             worker_wait_s=worker_wait_s,
+            step_timeout_s=step_timeout_s,
             tracer=self,
             after_turn=KvWatch(self.memory, mailbox.wake, feed=feed).turn,
         )

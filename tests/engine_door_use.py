@@ -21,11 +21,13 @@ def submission(
     max_output_tokens: int | None = 8,
     *,
     deadline_ns: int | None = None,
+    tenant: str = "",
     num_sequences: int = 1,
     beam: BeamOptions | None = None,
 ) -> Submission:
     return Submission(
         request_id=request_id,
+        tenant=tenant,
         token_ids=array("i", prompt),
         sampling=Sampling(temperature=0.0, seed=7),
         max_output_tokens=max_output_tokens,

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
     RequestError,
@@ -174,9 +175,9 @@ class FakeDoor:
         self.submissions: list[Submission] = []
         self.cuts: list[int] = []
         self.num_left = 0
-        self.live: dict[str, FakeStream] = {}
+        self.live: dict[tuple[str, str], FakeStream] = {}
         self.num_steps = 0
-        self.pins: dict[str, tuple[list[int], bytes, float]] = {}
+        self.pins: dict[str, tuple[list[int], ExtraKeys, float]] = {}
         self.draining = False
         self.recent: StepTimes | None = None
         self._empty = asyncio.Event()
@@ -201,26 +202,28 @@ class FakeDoor:
             raise UnavailableError("the server drains")
         if self.refuse is not None:
             raise self.refuse
-        if submission.request_id in self.live:
+        key = submission.tenant, submission.request_id
+        if key in self.live:
             raise DuplicateRequestError(f"{submission.request_id!r} is live")
         stream = FakeStream(self, submission)
-        self.live[submission.request_id] = stream
+        self.live[key] = stream
         self._empty.clear()
         try:
             yield stream
         finally:
-            del self.live[submission.request_id]
+            del self.live[key]
             self.num_left += 1
             if not self.live:
                 self._empty.set()
 
-    def abort(self, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
+    def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
         """End requests."""
-        wanted = list(self.live) if request_ids is None else list(request_ids)
-        aborted = [id_ for id_ in wanted if id_ in self.live]
+        live = {id_: stream for (of, id_), stream in self.live.items() if of == tenant}
+        wanted = list(live) if request_ids is None else list(request_ids)
+        aborted = [id_ for id_ in wanted if id_ in live]
         for id_ in aborted:
-            self.live[id_].aborted.set()
-        return aborted, [id_ for id_ in wanted if id_ not in self.live]
+            live[id_].aborted.set()
+        return aborted, [id_ for id_ in wanted if id_ not in live]
 
     def load(self) -> Load:
         """Say how many are live; the pool is made up."""
@@ -232,11 +235,11 @@ class FakeDoor:
         worker = WorkerState(0, 77, "cpu", "float32", "idle")
         return ServerState(42, self.draining, (GroupState(0, True, 3, 10, (worker,), "f1"),))
 
-    def pin(self, tokens: "array[int]", salt: bytes, time_to_live_s: float) -> tuple[str, int]:
+    def pin(self, tokens: "array[int]", extra: ExtraKeys, time_to_live_s: float) -> tuple[str, int]:
         """Pin every whole block of four tokens."""
         if self.refuse is not None:
             raise self.refuse
-        self.pins["p1"] = (tokens.tolist(), salt, time_to_live_s)
+        self.pins["p1"] = (tokens.tolist(), extra, time_to_live_s)
         return "p1", len(tokens) // 4
 
     def unpin(self, pin_id: str) -> None:

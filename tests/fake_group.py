@@ -20,9 +20,10 @@ class FakeGroup:
 
     def __init__(self, mailbox: Mailbox, block_size: int, *, eager: bool = True) -> None:
         self.plans: deque[StepPlan] = deque()
-        self.rejected: list[str] = []
+        self.dropped: list[str] = []
         self.traceparents: list[str] = []
         self.eager = eager
+        self.execute_ns = 10
         self.worker = FakeWorker(block_size, 0)
         self._block_size = block_size
         self._mailbox = mailbox
@@ -57,12 +58,14 @@ class FakeGroup:
 
     def give(self, result: StepResult) -> None:
         """Answer with a result of the test's own making."""
-        answer = StepAnswer(Epoch(1, self._epoch_number), result, WorkerTiming(1, 2, 3, 4, 10, 5))
+        answer = StepAnswer(
+            Epoch(1, self._epoch_number), result, WorkerTiming(1, 2, 3, 4, self.execute_ns, 5)
+        )
         now_ns = time.monotonic_ns()
         self._mailbox.post(StepArrived(answer, 50, now_ns, time.monotonic_ns()))
 
-    def reject_result(self, reason: str) -> None:
-        self.rejected.append(reason)
+    def drop_worker(self, reason: str) -> None:
+        self.dropped.append(reason)
         self.leave()
 
     def state(self) -> GroupState:

@@ -65,6 +65,8 @@ class Connection:
         self.gate = asyncio.Event()
         """Plans are answered while it is set."""
         self.gate.set()
+        self.execute_ns = 9
+        """What each step says it took."""
         self.plans: list[worker_pb2.StepPlan] = []
         self._to_do: asyncio.Queue[worker_pb2.StepPlan] = asyncio.Queue()
         self._call = call
@@ -99,7 +101,9 @@ class Connection:
         while True:
             plan = await self._to_do.get()
             await self.gate.wait()
-            await self.send(result=wire_result(worker.run(decode_plan(plan)), plan.epoch))
+            await self.send(
+                result=wire_result(worker.run(decode_plan(plan)), plan.epoch, self.execute_ns)
+            )
 
     async def status(self) -> tuple[grpc.StatusCode, str]:
         """Wait for the end of the stream, and return why it ended."""
@@ -107,13 +111,15 @@ class Connection:
             return await self._call.code(), await self._call.details()
 
 
-def wire_result(result: StepResult, epoch: worker_pb2.Epoch) -> worker_pb2.StepResult:
+def wire_result(
+    result: StepResult, epoch: worker_pb2.Epoch, execute_ns: int = 9
+) -> worker_pb2.StepResult:
     return worker_pb2.StepResult(
         step_id=result.step_id,
         epoch=epoch,
         tokens=result.tokens.astype("<i4").tobytes(),
         errors=[worker_pb2.RowError(row=row, reason=reason) for row, reason in result.row_errors],
-        timing=worker_pb2.StepTiming(wait_ns=1, prepare_ns=2, forward_ns=3, execute_ns=9),
+        timing=worker_pb2.StepTiming(wait_ns=1, prepare_ns=2, forward_ns=3, execute_ns=execute_ns),
     )
 
 

@@ -132,16 +132,29 @@ class Answer:
     cached_tokens: int = 0
 
 
-async def generate(channel: aio.Channel, prompt: list[int], count: int) -> Answer:
-    """Ask for `count` tokens and return what came."""
+async def generate(
+    channel: aio.Channel,
+    prompt: list[int],
+    count: int,
+    *,
+    timeout_s: float = 60,
+    **fields: str,
+) -> Answer:
+    """Ask for `count` tokens and return what came. `fields` are further ones of the request."""
     answer = Answer([])
-    async for _ in stream(channel, prompt, count, answer):
+    async for _ in stream(channel, prompt, count, answer, timeout_s=timeout_s, **fields):
         pass
     return answer
 
 
 async def stream(
-    channel: aio.Channel, prompt: list[int], count: int, answer: Answer
+    channel: aio.Channel,
+    prompt: list[int],
+    count: int,
+    answer: Answer,
+    *,
+    timeout_s: float = 60,
+    **fields: str,
 ) -> AsyncIterator[None]:
     """Ask for `count` tokens; note what comes in `answer`, a message at a time."""
     call = inference_pb2_grpc.InferenceStub(channel).Generate(
@@ -149,8 +162,9 @@ async def stream(
             token_ids=generation_pb2.TokenIds(ids=prompt),
             sampling=generation_pb2.Sampling(temperature=0),
             stopping=generation_pb2.Stopping(max_tokens=count, ignore_eos=True),
+            **fields,  # type: ignore[arg-type]  # any field of text
         ),
-        timeout=60,
+        timeout=timeout_s,
     )
     try:
         async for message in call:

@@ -15,6 +15,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from pagemill.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
     control_pb2,
     control_pb2_grpc,
     generation_pb2,
@@ -137,6 +139,7 @@ class ScriptedServer:
     serving: bool = True
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     aborts: list[control_pb2.AbortRequest] = field(default_factory=list)
+    pins: list[admin_pb2.PinRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     request_came: threading.Event = field(default_factory=threading.Event)
@@ -189,13 +192,22 @@ class ScriptedServer:
     async def GetLoad(
         self, request: control_pb2.GetLoadRequest, context: Any
     ) -> control_pb2.GetLoadResponse:
-        return control_pb2.GetLoadResponse(running=1, total_blocks=8)
+        return control_pb2.GetLoadResponse(running=1, total_blocks=8, pinned_blocks=3)
 
     async def Abort(
         self, request: control_pb2.AbortRequest, context: Any
     ) -> control_pb2.AbortResponse:
         self.aborts.append(request)
         return control_pb2.AbortResponse(aborted=request.request_ids)
+
+    async def Pin(self, request: admin_pb2.PinRequest, context: Any) -> admin_pb2.PinResponse:
+        self.pins.append(request)
+        return admin_pb2.PinResponse(pin_id="p1", num_blocks=len(request.token_ids) // 16)
+
+    async def Unpin(self, request: admin_pb2.UnpinRequest, context: Any) -> admin_pb2.UnpinResponse:
+        if request.pin_id != "p1":
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such pin")
+        return admin_pb2.UnpinResponse()
 
     async def Check(self, request: Any, context: Any) -> Any:
         kind = health_pb2.HealthCheckResponse
@@ -204,6 +216,7 @@ class ScriptedServer:
     async def _not_scripted(self, request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not scripted")
 
+    Drain = LoadAdapter = UnloadAdapter = ListAdapters = FlushCache = _not_scripted
     Embed = GetTokenizer = SubscribeKvEvents = WatchBlocks = Explain = Watch = List = _not_scripted
 
 
@@ -213,6 +226,7 @@ async def serving(script: ScriptedServer, address: str = "127.0.0.1:0") -> Async
     server = grpc.aio.server()
     inference_pb2_grpc.add_InferenceServicer_to_server(cast("Any", script), server)
     control_pb2_grpc.add_ControlServicer_to_server(cast("Any", script), server)
+    admin_pb2_grpc.add_AdminServicer_to_server(cast("Any", script), server)
     health_pb2_grpc.add_HealthServicer_to_server(script, server)
     port = server.add_insecure_port(address)
     await server.start()

@@ -2,6 +2,7 @@
 
 from time import monotonic_ns
 
+from scheduler_svc.core.request import RequestKey
 from scheduler_svc.service.step_record import StepRecord
 
 MS = 1_000_000
@@ -13,7 +14,7 @@ def step_record(
     begin_ns: int | None = None,
     execute_ms: int = 10,
     num_preempted: int = 0,
-    request_ids: tuple[str, ...] = (),
+    request_keys: tuple[RequestKey, ...] = (),
     traceparent: str = "",
 ) -> StepRecord:
     """Return the record of a step that began some time ago.
@@ -48,6 +49,6 @@ def step_record(
         sample_ns=2 * MS,
         execute_ns=execute_ms * MS,
         codec_ns=0,
-        request_ids=request_ids,
+        request_keys=request_keys,
         traceparent=traceparent,
     )

@@ -14,9 +14,9 @@ from scheduler_svc.core.beam_rows import (
 from scheduler_svc.core.beams import begin_search
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.copy_on_write import num_copies_after_fork, num_pending_copies
-from scheduler_svc.core.departure import preempt
+from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.free_block_queue import BlockId
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.sibling_blocks import find_blocks, note_borrowed
 from scheduler_svc.core.skip_ahead import SkipAhead
 from scheduler_svc.core.state import SchedulerState
@@ -30,6 +30,10 @@ def admit_waiting(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_
     _look_ahead(state, draft, pool)
     skip = SkipAhead(state.limits, now_ns)
     for request in state.waiting.in_turn():
+        if request.deadline_ns is not None and request.deadline_ns <= now_ns:
+            end(state, request, FinishReason.ABORT, now_ns)
+            state.expired.append(request)
+            continue
         if request.num_pending_tokens:
             return
         if _is_one_long_too_many(state, request, draft, pool):

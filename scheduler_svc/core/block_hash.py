@@ -5,7 +5,7 @@ tokens of the block and of all before it, and extra keys.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain, count, islice, pairwise, repeat
 from typing import NewType, Protocol
@@ -104,6 +104,8 @@ class ExtraKeys:
 
         The salt enters a request's first block alone: the chain hands it on.
         """
+        if start and not self.spans:
+            return (self.adapter,) if self.adapter else ()
         keys: list[Key] = [self.adapter] if self.adapter else []
         if self.spans:
             first = bisect_right(self.spans, start, key=lambda span: span.end)
@@ -132,6 +134,9 @@ class ExtraKeys:
 
 
 NO_EXTRA_KEYS = ExtraKeys()
+
+Chain = tuple[BlockHash, ExtraKeys, int]
+"""The name of a request's latest named block, its extra keys, and where its next block starts."""
 
 
 class HashAlgorithm(Protocol):
@@ -166,4 +171,12 @@ class HashAlgorithm(Protocol):
 
         The chain makes a hash stand for its block and all before it, so comparing two hashes
         compares two prefixes. A trailing partial block has no hash: it can still change.
+        """
+
+    def hash_next_blocks(
+        self, tokens: memoryview, block_size: int, chains: Sequence[Chain]
+    ) -> list[BlockHash]:
+        """Return the hash of one more block of each chain, as `hash_full_blocks` would.
+
+        `tokens` (int32) holds these blocks one behind the other.
         """

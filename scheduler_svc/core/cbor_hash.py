@@ -3,7 +3,7 @@
 Byte-equal to vLLM's, given the same seed, for requests without an adapter or a cache domain.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import cast
@@ -14,6 +14,7 @@ from scheduler_svc.core.block_hash import (
     NO_EXTRA_KEYS,
     Adapter,
     BlockHash,
+    Chain,
     ExtraKeys,
     Key,
     PoolIdentity,
@@ -70,6 +71,19 @@ class CborHash:
             name = function(before + name + array + content + key).digest()
             names.append(name)
         # Not BlockHash(name) one by one: that call is a tenth of the loop.
+        return cast(list[BlockHash], names)
+
+    def hash_next_blocks(
+        self, tokens: memoryview, block_size: int, chains: Sequence[Chain]
+    ) -> list[BlockHash]:
+        """Return the name of one more block of each chain."""
+        function, array = self.function, _head(ARRAY, block_size)
+        names = []
+        for content, chain in zip(_blocks(tokens, block_size), chains, strict=True):
+            parent, extra, start = chain
+            before = b"\x83" + _head(BYTES, len(parent)) + parent + array
+            keys = _encode(extra.of_block(start, start + block_size))
+            names.append(function(before + content + keys).digest())
         return cast(list[BlockHash], names)
 
 

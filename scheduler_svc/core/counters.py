@@ -32,3 +32,6 @@ class Counters:
 
     recomputed_tokens: int = 0
     """Tokens computed a second time after preemptions."""
+
+    pauses: int = 0
+    """Rows that needed a block and did not run for a step, each step."""

@@ -86,7 +86,7 @@ def close(state: SchedulerState, request: Request, reason: FinishReason, now_ns:
     if request.first_step_id is not None and request.last_step_id is None:
         request.last_step_id = max(0, state.next_step_id - 1)
     if all(each.finish_reason is not None for each in request.members):
-        del state.live[request.request_id]
+        del state.live[request.key]
         state.beams.pop(request, None)
 
 

@@ -3,7 +3,7 @@
 RequestError               the caller's fault, or a limit the caller met
  ├ InvalidRequestError     a field is out of its bound
  │  └ NeverFitsError       no pool of this server could ever hold it
- ├ DuplicateRequestError   a live request has this id
+ ├ DuplicateRequestError   a live request of the tenant has this id
  ├ QueueFullError          too many requests wait
  ├ UnknownModelError       no such model is served
  ├ PinQuotaError        more blocks would be pinned than may be
@@ -13,6 +13,7 @@ RequestError               the caller's fault, or a limit the caller met
  ├ UnavailableError        no worker, or draining
  ├ SlowReaderError         the caller reads more slowly than its tokens come
  └ DeadlineError           the caller's deadline passed
+    └ HopelessDeadlineError  it would pass before the request could start
 InvariantError             ours: never caught, the process ends
 """
 
@@ -34,7 +35,7 @@ class NeverFitsError(InvalidRequestError):
 
 
 class DuplicateRequestError(RequestError):
-    """A live request has the same id."""
+    """A live request of the tenant has the same id."""
 
 
 class _RetryableError(RequestError):
@@ -83,6 +84,10 @@ class SlowReaderError(RequestError):
 
 class DeadlineError(RequestError):
     """The caller's deadline passed."""
+
+
+class HopelessDeadlineError(DeadlineError):
+    """The request cannot start before its deadline; the message has the numbers."""
 
 
 class InvariantError(AssertionError):

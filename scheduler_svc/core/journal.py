@@ -5,7 +5,7 @@ arrives they are unconfirmed: the journal knows them, so that a lost step takes 
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -40,6 +40,10 @@ class FlyingStep:
 
     published: list[tuple[int, BlockId]] = field(default_factory=list)
     """Blocks named on the strength of this step, each with the row that fills it."""
+
+    def sampling(self, failed: Collection[int]) -> npt.NDArray[np.bool_]:
+        """[R] Whether the row samples and is none of the `failed`."""
+        return self.samples & ~np.isin(self.rows, list(failed)) if failed else self.samples
 
     def ran_for(self, row: int, generation: int) -> bool:
         """Whether the row runs in this step for the request of that generation."""

@@ -52,14 +52,25 @@ class Pins:
 
     One object serves all pools of a scheduler, so that no number is given twice.
 
-    Cost: O(1) per block pinned or let go; retracting a pinned block looks at every pin.
+    Cost: O(1) per block pinned or let go, and O(pins) when the pin that is due next ends;
+        retracting a pinned block looks at every pin.
     """
 
-    __slots__ = ("_ended", "_holders", "_next_number", "_pins", "max_blocks", "num_broken")
+    __slots__ = (
+        "_ended",
+        "_holders",
+        "_next_number",
+        "_pins",
+        "max_blocks",
+        "next_expiry_ns",
+        "num_broken",
+    )
 
     def __init__(self, max_blocks: int = 0) -> None:
         self.max_blocks = max_blocks
         """Most blocks that may be pinned, and most pins."""
+        self.next_expiry_ns: int | None = None
+        """When the first of the pins ends by itself. None: there is none."""
         self.num_broken = 0
         """Pins broken since start."""
         self._pins: dict[int, Pin] = {}
@@ -78,11 +89,6 @@ class Pins:
     def num_blocks(self) -> int:
         """Pinned blocks, in use or idle, each once."""
         return len(self._holders)
-
-    @property
-    def next_expiry_ns(self) -> int | None:
-        """When the first of the pins ends by itself. Cost: O(pins)."""
-        return min((pin.expires_ns for pin in self), default=None)
 
     def add(self, blocks: Sequence[BlockId], expires_ns: int) -> tuple[Pin, list[BlockId]]:
         """Make a pin; return it, and those of its blocks that were not pinned before.
@@ -103,6 +109,8 @@ class Pins:
         pin = Pin(self._next_number, list(blocks), expires_ns)
         self._next_number += 1
         self._pins[pin.number] = pin
+        if self.next_expiry_ns is None or expires_ns < self.next_expiry_ns:
+            self.next_expiry_ns = expires_ns
         for block in blocks:
             self._holders[block] = self._holders.get(block, 0) + 1
         return pin, fresh
@@ -112,6 +120,8 @@ class Pins:
         pin = self._pins.pop(number, None)
         if pin is None:
             return None
+        if pin.expires_ns == self.next_expiry_ns:
+            self.next_expiry_ns = min((pin.expires_ns for pin in self), default=None)
         self._ended.append(EndedPin(number, cause))
         self.num_broken += cause is PinEnd.BROKEN
         return self._let_go(pin.blocks[::-1])
@@ -132,7 +142,9 @@ class Pins:
         return freed
 
     def expired(self, now_ns: int) -> list[int]:
-        """Return the numbers of pins whose time is over. Cost: O(pins)."""
+        """Return the numbers of pins whose time is over. Cost: O(1) if there are none."""
+        if self.next_expiry_ns is None or now_ns < self.next_expiry_ns:
+            return []
         return [pin.number for pin in self if pin.expires_ns <= now_ns]
 
     def start_pool(self, max_blocks: int) -> None:

@@ -9,13 +9,14 @@ from itertools import takewhile
 
 import numpy as np
 
-from scheduler_svc.core.block_hash import BlockHash, ExtraKeys, HashAlgorithm
+from scheduler_svc.core.block_hash import BlockHash, Chain, ExtraKeys, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.hit_rate import HitRateWindow
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.request import MissReason, Request
 from scheduler_svc.core.rows import Rows
+from scheduler_svc.core.step_plan import IndexArray, Int32Array
 
 
 class PrefixCache:
@@ -84,6 +85,15 @@ class PrefixCache:
             return MissReason.LAST_TOKEN
         return MissReason.EVICTED if pool.was_evicted(name) else MissReason.UNSEEN
 
+    def names(self, request: Request) -> list[BlockHash]:
+        """Return the names of the full blocks a request had when it last waited, from the first.
+
+        Empty if the cache is disabled.
+        """
+        if self.enabled:
+            self._extend_hashes(request, memoryview(request.tokens), request.num_tokens)
+        return request.hashes
+
     def publish_prompt(
         self, row: int, request: Request, num_hits: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
@@ -95,8 +105,8 @@ class PrefixCache:
         """
         rows = self._rows
         num_full = min(int(rows.num_computed[row]), request.num_tokens) // self._block_size
-        rows.num_published[row] = num_hits
-        return self._publish(row, request, num_full, pool) if self.enabled else []
+        rows.num_published[row] = num_full if self.enabled else num_hits
+        return self._publish(row, request, num_hits, num_full, pool) if self.enabled else []
 
     def publish_filled(self, pool: BlockPool) -> None:
         """Name the blocks of running rows that have become full."""
@@ -104,21 +114,52 @@ class PrefixCache:
             return
         rows, block_size = self._rows, self._block_size
         filled = np.minimum(rows.num_computed, rows.num_tokens)
-        grown = np.flatnonzero(filled - rows.num_published * block_size >= block_size)
+        grown = (filled - rows.num_published * block_size >= block_size).nonzero()[0]
         if not len(grown):
             return
-        for row, num_tokens in zip(grown.tolist(), filled[grown].tolist(), strict=True):
-            request = rows.owner(row)
-            self._extend_hashes(request, memoryview(rows.tokens[row]), num_tokens)
-            num_full = num_tokens // block_size
-            self._journal.note_published(self._publish(row, request, num_full, pool))
+        requests, full = rows.owners_of(grown), filled[grown] // block_size
+        firsts, ends = rows.num_published[grown].tolist(), full.tolist()
+        rows.num_published[grown] = full
+        self._hash_filled(grown, requests, full)
+        published: list[tuple[int, BlockId]] = []
+        for row, request, first, end in zip(grown.tolist(), requests, firsts, ends, strict=True):
+            published += self._publish(row, request, first, end, pool)
+        self._journal.note_published(published)
+
+    def _hash_filled(self, grown: IndexArray, requests: list[Request], full: Int32Array) -> None:
+        """Hash the full blocks of rows, mostly one more of each. Shapes: all [G]."""
+        rows, block_size, root = self._rows, self._block_size, self._root
+        chains: list[Chain] = []
+        chained: list[list[BlockHash]] = []
+        others: list[int] = []
+        starts = (full - 1) * block_size
+        for place, (request, start) in enumerate(zip(requests, starts.tolist(), strict=True)):
+            names = request.hashes
+            if len(names) * block_size == start:
+                chains.append((names[-1] if names else root, request.extra, start))
+                chained.append(names)
+            else:
+                others.append(place)
+                tokens = memoryview(rows.tokens[int(grown[place])])
+                self._extend_hashes(request, tokens, start + block_size)
+        if others:
+            grown, starts = np.delete(grown, others), np.delete(starts, others)
+        tokens = rows.tokens_of(grown, starts, block_size).data
+        fresh = self._algorithm.hash_next_blocks(tokens, block_size, chains)
+        for names, name in zip(chained, fresh, strict=True):
+            names.append(name)
 
     def _publish(
-        self, row: int, request: Request, num_full: int, pool: BlockPool
+        self, row: int, request: Request, first: int, end: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
-        first = int(self._rows.num_published[row])
+        """Name a row's blocks [first, end), whose hashes are known; tell of new names."""
         blocks, names = request.blocks, request.hashes
-        fresh = [i for i in range(first, num_full) if pool.publish(blocks[i], names[i])]
+        fresh, published = [], []
+        for i in range(first, end):
+            block = blocks[i]
+            published.append((row, block))
+            if pool.publish(block, names[i]):
+                fresh.append(i)
         if fresh and pool.events is not None:
             adapter = request.extra.adapter
             pool.events.add_stored(
@@ -128,8 +169,7 @@ class PrefixCache:
                 self._block_size,
                 adapter.name if adapter else "",
             )
-        self._rows.num_published[row] = num_full
-        return [(row, block) for block in request.blocks[first:num_full]]
+        return published
 
     def _extend_hashes(self, request: Request, tokens: memoryview, num_tokens: int) -> None:
         """Hash every full block of the first `num_tokens`, each token once."""

@@ -3,9 +3,17 @@
 from array import array
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from scheduler_svc.core.block_hash import BlockHash, ExtraKeys
 from scheduler_svc.core.free_block_queue import BlockId
+
+
+class RequestKey(NamedTuple):
+    """What a live request is found by: tenants choose ids without knowing of each other."""
+
+    tenant: str
+    request_id: str
 
 
 class FinishReason(Enum):
@@ -279,6 +287,11 @@ class Request:
         self.finish_reason = self.miss_reason = None
         self.stop_token_id: int | None = None
         self.error = ""
+
+    @property
+    def key(self) -> RequestKey:
+        """What it is found by while it lives."""
+        return RequestKey(self.tenant, self.request_id)
 
     @property
     def width(self) -> int:

@@ -30,7 +30,7 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
     outcome = StepOutcome(step.step_id, [], [], [])
     for row, reason in result.row_errors:
         _fail_row(state, step, row, reason, pool, now_ns, outcome)
-    sampling = step.samples & ~np.isin(step.rows, list(failed)) if failed else step.samples
+    sampling = step.sampling(failed)
     rows, sampled = step.rows[sampling], result.tokens
     alive = state.rows.generation[rows] == step.generations[sampling]
     if np.count_nonzero(alive) < len(alive):
@@ -50,17 +50,15 @@ def _take_step(state: SchedulerState, result: StepResult, failed: set[int]) -> F
     if result.step_id != expected:
         raise ValueError(f"result of step {result.step_id}, expected {expected}")
     step = next(iter(state.journal))
-    wanted = int(np.count_nonzero(step.samples))
-    if failed:
-        wanted -= int(step.samples[np.isin(step.rows, list(failed))].sum())
+    wanted = int(np.count_nonzero(step.sampling(failed)))
     if len(result.tokens) != wanted:
         raise ValueError(
             f"step {result.step_id} gave {len(result.tokens)} tokens, expected {wanted}"
         )
-    if strangers := failed - set(step.rows.tolist()):
+    if failed and (strangers := failed - set(step.rows.tolist())):
         raise ValueError(f"step {result.step_id} failed rows {sorted(strangers)}, not in it")
     if result.rows is not None:
-        sampling = step.rows[step.samples & ~np.isin(step.rows, list(failed))]
+        sampling = step.rows[step.sampling(failed)]
         if not np.array_equal(result.rows, sampling):
             raise ValueError(f"step {result.step_id} gave tokens of rows that do not sample")
     return state.journal.pop()

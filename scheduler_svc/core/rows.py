@@ -228,6 +228,12 @@ class Rows:
         heappush(self._free, row)
         self._order_stale = True
 
+    def tokens_of(self, rows: IndexArray, starts: Int32Array, count: int) -> Int32Array:
+        """[S * count] Tokens of rows, `count` from each start on. Shapes: rows, starts [S]."""
+        first = rows * self._max_len + starts
+        tokens: Int32Array = self._flat_tokens[(first[:, None] + np.arange(count)).reshape(-1)]
+        return tokens
+
     def append(self, rows: IndexArray, sampled: Int32Array) -> Int32Array:
         """Append a pending token to each row; return how many it knows now. Shapes: all [S]."""
         length = self.num_tokens[rows]

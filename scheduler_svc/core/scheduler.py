@@ -15,7 +15,6 @@ from scheduler_svc.core.errors import (
     InvalidRequestError,
     InvariantError,
     NeverFitsError,
-    QueueFullError,
 )
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.journal import Journal
@@ -25,12 +24,16 @@ from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.pinning import pin_prefix, unpin
 from scheduler_svc.core.pins import Pin
 from scheduler_svc.core.prefix_cache import PrefixCache
+from scheduler_svc.core.queue_room import check_room
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.results import apply_result
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.sealing import seal
+from scheduler_svc.core.start_estimate import check_start
 from scheduler_svc.core.state import SchedulerState
+from scheduler_svc.core.state_dump import dump
 from scheduler_svc.core.step_draft import StepDraft
+from scheduler_svc.core.step_pace import StepPace
 from scheduler_svc.core.step_plan import StepOutcome, StepPlan, StepResult
 from scheduler_svc.core.victims import VictimPolicy, cheapest
 from scheduler_svc.core.waiting_queue import WaitingQueue
@@ -176,14 +179,14 @@ class Scheduler:
 
     # A request's life.
 
-    def add(self, request: Request, now_ns: int) -> None:
-        """Queue a request.
+    def add(self, request: Request, now_ns: int, pace: StepPace | None = None) -> None:
+        """Queue a request. With the pace of recent steps, hopeless deadlines are refused.
 
         Raises: RequestError, saying why it can never or not now be served. Nothing is
             changed then.
         """
         state = self._state
-        if request.request_id in state.live:
+        if request.key in state.live:
             raise DuplicateRequestError(
                 f"request_id {request.request_id!r} is the id of a live request"
             )
@@ -191,27 +194,16 @@ class Scheduler:
             raise InvalidRequestError("prompt", "prompt is empty, must have at least one token")
         check_width(request, state.limits)
         limit = length_limit(request, state.limits, state.pool)
-        self._check_room(request)
+        check_room(state, request, now_ns)
         request.limit = limit
         request.sequence = self._next_sequence
         request.arrival_ns = request.arrival_ns or now_ns
+        state.waiting.give_precedence(request)
+        if pace is not None:
+            check_start(state, request, pace, now_ns)
         self._next_sequence += 1
-        state.live[request.request_id] = request
+        state.live[request.key] = request
         state.waiting.add(request)
-
-    def _check_room(self, request: Request) -> None:
-        count, tokens = len(self._state.waiting), self._state.waiting.num_tokens
-        limits = self.limits
-        if count >= limits.max_waiting_requests:
-            raise QueueFullError(
-                f"{count} requests wait, at most {limits.max_waiting_requests} may"
-            )
-        most = limits.max_waiting_tokens
-        if most is not None and count and tokens + request.num_tokens > most:
-            raise QueueFullError(
-                f"{tokens} tokens wait, with the {request.num_tokens} of this request they would "
-                f"be more than {most}"
-            )
 
     def finish(self, request: Request, num_output_tokens: int, now_ns: int) -> None:
         """End a request as stopped, with only its first `num_output_tokens`.
@@ -231,6 +223,11 @@ class Scheduler:
         """
         if request.finish_reason is None:
             end(self._state, request, reason, now_ns)
+
+    def take_expired(self) -> list[Request]:
+        """Return requests whose deadlines passed in the queue since this was last called."""
+        expired, self._state.expired = self._state.expired, []
+        return expired
 
     def abort_family(
         self, root: Request, now_ns: int, reason: FinishReason = FinishReason.ABORT
@@ -261,9 +258,10 @@ class Scheduler:
         gap is a prefill, cut where the budget ends; a gap of one is a decode. A token that a
         step in flight will sample counts as known: the worker fills it in.
 
-        Running requests come first, in order of precedence. When blocks run out a victim gives its
-        own back, and nothing is admitted in that step. A waiting request may take the place of
-        running ones, if the queue's policy says so; then it is the last to be admitted.
+        Running requests come first, in order of precedence. When blocks run out, who needs one
+        pauses, or a victim gives its own back; nothing is admitted in that step. A waiting
+        request may take the place of running ones, if the queue's policy says so; then it is the
+        last to be admitted.
         """
         state = self._state
         pool = state.pool
@@ -274,7 +272,7 @@ class Scheduler:
         if state.beams:
             wake_lanes(state)
         continue_running(state, draft, pool, now_ns)
-        if not draft.num_preempted or not draft.has_rows:
+        if not (draft.num_preempted or draft.num_paused) or not draft.has_rows:
             admit_waiting(state, draft, pool, now_ns)
         if not draft.has_rows:
             if state.live and not self.num_in_flight:
@@ -294,6 +292,10 @@ class Scheduler:
             tokens: the worker's fault. Nothing is changed then.
         """
         return apply_result(self._state, result, now_ns)
+
+    def dump(self, now_ns: int) -> str:
+        """Return what is known, as lines for a person. Changes nothing."""
+        return dump(self._state, now_ns)
 
     def check(self) -> None:
         """Prove the invariants. Raises: InvariantError. Cost: O(blocks); for tests."""

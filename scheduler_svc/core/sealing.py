@@ -1,5 +1,7 @@
 """A draft becomes a plan: rows advance, and the journal knows the step."""
 
+from itertools import repeat
+
 import numpy as np
 
 from scheduler_svc.core.beam_search import num_candidates
@@ -8,26 +10,23 @@ from scheduler_svc.core.family_results import note_families
 from scheduler_svc.core.forks import forked_rows
 from scheduler_svc.core.journal import FlyingStep
 from scheduler_svc.core.request import Request
+from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_draft import StepDraft
-from scheduler_svc.core.step_plan import AdmittedRow, StepPlan
+from scheduler_svc.core.step_plan import EMPTY, AdmittedRow, Int32Array, StepPlan
 
 
 def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
     """Advance the rows, enter the step in the journal and return the plan."""
     rows, count = state.rows, draft.num_new
-    odd = np.flatnonzero(count != (rows.num_last_new > 0))
-    exceptions = (odd.astype(np.int32), rows.num_computed[odd], count[odd])
+    exceptions = _find_exceptions(rows, count)
     rows.num_computed += count
     state.waiting.charge_rows(rows.account, count)
-    admitted = tuple(
-        _describe(state, request, num_new)
-        for request, num_new in zip(draft.admitted, draft.admitted_num_new, strict=True)
-    )
+    admitted = tuple(map(_describe, repeat(state), draft.admitted, draft.admitted_num_new))
     for row in admitted:
         count[row.row] = row.num_new_tokens
     rows.num_last_new = count
-    ran = np.flatnonzero(count)
+    ran = count.nonzero()[0]
     samples = (rows.num_computed == rows.num_tokens + rows.num_pending) & (count > 0)
     rows.num_pending += samples
     step = FlyingStep(state.next_step_id, ran, rows.generation[ran], samples[ran])
@@ -36,7 +35,9 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
         note_families(state, step)
     forked = forked_rows(state, draft) if state.pending_forks or draft.cuts else ()
     state.journal.add(step)
-    state.prefixes.publish_filled(pool)
+    if draft.num_tokens > len(ran):
+        # A prompt may have filled blocks; what a decode fills, its result names.
+        state.prefixes.publish_filled(pool)
     plan = draft.seal(
         state.next_step_id,
         reset=state.reset,
@@ -51,6 +52,14 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
     state.reset = False
     state.next_step_id += 1
     return plan
+
+
+def _find_exceptions(rows: Rows, count: Int32Array) -> tuple[Int32Array, Int32Array, Int32Array]:
+    """Return the rows that do not advance by one token, the tokens they have and those they run."""
+    odd = (count != np.minimum(rows.num_last_new, 1)).nonzero()[0]
+    if not len(odd):
+        return EMPTY, EMPTY, EMPTY
+    return odd.astype(np.int32), rows.num_computed[odd], count[odd]
 
 
 def _describe(state: SchedulerState, request: Request, num_new: int) -> AdmittedRow:

@@ -9,7 +9,7 @@ from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.pending_fork import PendingFork
 from scheduler_svc.core.prefix_cache import PrefixCache
-from scheduler_svc.core.request import Request
+from scheduler_svc.core.request import Request, RequestKey
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.victims import VictimPolicy
 from scheduler_svc.core.waiting_queue import WaitingQueue
@@ -31,8 +31,11 @@ class SchedulerState:
     choose_victim: VictimPolicy
     counters: Counters = field(default_factory=Counters)
 
-    live: dict[str, Request] = field(default_factory=dict)
-    """Requests that have not ended, by id; of a family the root, while any member lives."""
+    live: dict[RequestKey, Request] = field(default_factory=dict)
+    """Requests that have not ended, by tenant and id; of a family the root, while any lives."""
+
+    expired: list[Request] = field(default_factory=list)
+    """Requests dropped from the queue for their deadlines, until the shell takes them."""
 
     families: dict[int, Request] = field(default_factory=dict)
     """Rows that run for a whole family, and their owners: what they sample forks them."""
@@ -56,6 +59,9 @@ class SchedulerState:
     """The next plan begins with a reset."""
 
     next_step_id: int = 0
+
+    pause_debt: int = 0
+    """What pauses weigh that no preemption has paid for, in tokens."""
 
     released_rows: list[int] = field(default_factory=list)
     """Rows given back since the last plan."""

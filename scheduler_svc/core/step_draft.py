@@ -53,6 +53,9 @@ class StepDraft:
     num_preempted: int = 0
     """Requests that lost their blocks for this step."""
 
+    num_paused: int = 0
+    """Rows that do not run in this step since blocks are short."""
+
     promised_blocks: int = 0
     """Blocks that rows still need for the tokens they know, behind this step's."""
 

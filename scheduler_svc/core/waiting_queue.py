@@ -35,6 +35,14 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         return iter(self._line)
 
+    def give_precedence(self, request: Request) -> None:
+        """Set the precedence that a request has here. It need not be queued."""
+        request.precedence = self._precedence_of(request)
+
+    def ahead_of(self, request: Request) -> Sequence[Request]:
+        """Return those whose turn comes before that of a request, which has its precedence."""
+        return self._line[: bisect_left(self._line, request.precedence, key=_precedence)]
+
     def add(self, request: Request) -> None:
         """Queue a new or a preempted request."""
         self.enter(request)
@@ -42,8 +50,8 @@ class WaitingQueue:
         self.num_tokens += request.num_tokens
 
     def enter(self, request: Request) -> None:
-        """Give a request its precedence; one that is forked into a row never waited."""
-        request.precedence = self._precedence_of(request)
+        """Take note of a request that waits or runs; one that is forked into a row never waited."""
+        self.give_precedence(request)
 
     def remove(self, request: Request) -> None:
         """Take a queued request out."""
@@ -61,6 +69,10 @@ class WaitingQueue:
     def yielding_to(self, request: Request, running: Sequence[Request]) -> list[Request]:
         """Return the running requests that may be preempted to let a waiting one in."""
         return []
+
+    def behind(self, request: Request, running: Sequence[Request]) -> list[Request]:
+        """Return the running requests that might go behind it if they lost their rows."""
+        return [other for other in running if other.precedence > request.precedence]
 
     def charge(self, request: Request, num_tokens: int) -> None:
         """Note tokens that a request runs in the step that admits it."""
@@ -130,8 +142,23 @@ class FairQueue(WaitingQueue):
             self._shares.join(request.account, self._lines.keys() - {request.account})
         insort(line, request, key=_precedence)
 
+    def ahead_of(self, request: Request) -> Sequence[Request]:
+        """Return those of its own tenant: others may be served before or behind."""
+        for line in self._lines.values():
+            if line[0].tenant == request.tenant:
+                return line[: bisect_left(line, request.precedence, key=_precedence)]
+        return []
+
+    def behind(self, request: Request, running: Sequence[Request]) -> list[Request]:
+        """Return all of other tenants, beside those of its own that came later."""
+        return [
+            other
+            for other in running
+            if other.tenant != request.tenant or other.precedence > request.precedence
+        ]
+
     def enter(self, request: Request) -> None:
-        """Give a request its precedence, and open its tenant's account if need be."""
+        """Open its tenant's account if need be, too."""
         super().enter(request)
         if request.account is None:
             request.account = self._shares.open(request.tenant, request.weight)

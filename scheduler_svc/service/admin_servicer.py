@@ -12,10 +12,17 @@ from pagemill.v1.admin_pb2 import (
     UnpinRequest,
     UnpinResponse,
 )
+from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import InvalidRequestError
 from scheduler_svc.service.engine_door import EngineDoor
-from scheduler_svc.service.field_bounds import MAX_SALT_BYTES, Interval, check_token_ids
+from scheduler_svc.service.field_bounds import (
+    MAX_SALT_BYTES,
+    Interval,
+    check_tenant,
+    check_token_ids,
+)
 from scheduler_svc.service.front_end import FrontEnd
+from scheduler_svc.service.request_making import cache_domain
 from scheduler_svc.service.rpc_handlers import Context
 
 _TIME_TO_LIVE_S = Interval(0, 30 * 86400, above_low=True)
@@ -58,7 +65,9 @@ class AdminServicer:
             raise InvalidRequestError(
                 "salt", f"salt has {len(salt)} bytes, must have at most {MAX_SALT_BYTES}"
             )
-        pin_id, num_blocks = self._door.pin(array("i", ids), salt, request.time_to_live_s)
+        check_tenant(request.tenant)
+        extra = ExtraKeys(salt=salt, cache_domain=cache_domain(request.tenant))
+        pin_id, num_blocks = self._door.pin(array("i", ids), extra, request.time_to_live_s)
         return PinResponse(pin_id=pin_id, num_blocks=num_blocks)
 
     async def Unpin(self, request: UnpinRequest, _context: Context) -> UnpinResponse:

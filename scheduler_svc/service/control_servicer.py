@@ -23,6 +23,7 @@ from pagemill.v1.control_pb2 import (
 )
 from scheduler_svc.core.errors import InvalidRequestError, RequestError
 from scheduler_svc.service.engine_door import EngineDoor, GroupState
+from scheduler_svc.service.field_bounds import check_tenant
 from scheduler_svc.service.front_end import FrontEnd
 from scheduler_svc.service.kv_event_feed import KvEventFeed
 from scheduler_svc.service.kv_event_messages import to_message
@@ -141,13 +142,15 @@ class ControlServicer:
                 yield to_message(batch)
 
     async def Abort(self, request: AbortRequest, _context: Context) -> AbortResponse:
-        """End live requests."""
+        """End live requests of a tenant."""
         if not request.all and not 1 <= len(request.request_ids) <= _MAX_ABORTS:
             raise InvalidRequestError(
                 "request_ids",
                 f"request_ids has {len(request.request_ids)} ids, must have 1 to {_MAX_ABORTS}",
             )
-        aborted, unknown = self._door.abort(None if request.all else list(request.request_ids))
+        check_tenant(request.tenant)
+        wanted = None if request.all else list(request.request_ids)
+        aborted, unknown = self._door.abort(request.tenant, wanted)
         if not aborted and not request.all:
             raise UnknownRequestError(f"none of the {len(unknown)} request_ids is live")
         return AbortResponse(aborted=aborted, unknown=unknown)

@@ -4,7 +4,7 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Protocol
 
@@ -20,16 +20,21 @@ from scheduler_svc.core.errors import (
     UnknownPinError,
 )
 from scheduler_svc.core.plan_pacing import PlanPacing
-from scheduler_svc.core.request import Request, Stopping
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.core.step_pace import StepPace
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.engine_door import GroupState, Load, ServerState, Submission
 from scheduler_svc.service.engine_load import load_of
 from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
+from scheduler_svc.service.live_streams import LiveStreams
+from scheduler_svc.service.request_log import log_end
+from scheduler_svc.service.request_making import make_request
 from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
 from scheduler_svc.service.step_record import RecentSteps, StepObserver, StepTracer
-from scheduler_svc.service.token_stream import MAX_PILED_TOKENS, Pile, RequestStream
+from scheduler_svc.service.step_watchdog import StepWatchdog
+from scheduler_svc.service.token_stream import MAX_PILED_TOKENS, RequestStream
 from scheduler_svc.service.worker_link import SentPlan
 
 
@@ -39,8 +44,8 @@ class PlanSender(Protocol):
     def send(self, plan: StepPlan, traceparent: str) -> SentPlan:
         """Send a plan to a ready group."""
 
-    def reject_result(self, reason: str) -> None:
-        """End the connection of a worker whose result did not fit its plan."""
+    def drop_worker(self, reason: str) -> None:
+        """End the connection of a worker whose result does not fit its plan, or does not come."""
 
     def state(self) -> GroupState:
         """Return what is known of the group now."""
@@ -61,6 +66,8 @@ class Engine:
         *,
         incarnation: int,
         worker_wait_s: float,
+        step_timeout_s: float = 300.0,
+        tenant_weights: Mapping[str, float] | None = None,
         observers: Sequence[StepObserver] = (),
         after_turn: Callable[[int], None] | None = None,
         tracer: StepTracer | None = None,
@@ -71,16 +78,18 @@ class Engine:
         self._mailbox = mailbox
         self._incarnation = incarnation
         self._worker_wait_s = worker_wait_s
+        self._tenant_weights = tenant_weights or {}
         self._recent = RecentSteps()
         self._observers = (self._recent, *observers, *([tracer] if tracer else []))
         self._tracer = tracer
         self._after_turn = after_turn
-        self._streams: dict[Request, RequestStream] = {}
-        self._piles: dict[Request, Pile] = {}
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._streams = LiveStreams()
         self._flights: deque[Flight] = deque()
         self._pacing = PlanPacing()
+        self._pace = StepPace()
+        self._watchdog = StepWatchdog(
+            step_timeout_s, lambda: self._pace.slowest_ns() / 1e9, self._drop_hung_worker
+        )
         self._plan_timer: asyncio.TimerHandle | None = None
         self._ready = False
         self._draining = False
@@ -116,8 +125,12 @@ class Engine:
                 if self._after_turn is not None:
                     self._after_turn(time.monotonic_ns())
                 await self._mailbox.wait()
+        except InvariantError:
+            self._log_state()
+            raise
         finally:
             wait.cancel()
+            self._watchdog.stop()
             if self._plan_timer is not None:
                 self._plan_timer.cancel()
 
@@ -125,6 +138,8 @@ class Engine:
         begin_ns = time.monotonic_ns()
         while self._ready and self._may_plan(begin_ns):
             plan = self._scheduler.schedule(begin_ns)
+            for request in self._scheduler.take_expired():
+                self._fail(self._streams.of(request), _too_late())
             if plan is None:
                 return
             end_ns = time.monotonic_ns()
@@ -132,6 +147,8 @@ class Engine:
             sent = self._group.send(plan, traceparent)
             self._pacing.step_sent(sent.sent_ns, worker_idle=not self._flights)
             self._flights.append(Flight(plan, sent, begin_ns, end_ns, traceparent))
+            if len(self._flights) == 1:
+                self._watchdog.begin()
             begin_ns = time.monotonic_ns()
 
     def _may_plan(self, now_ns: int) -> bool:
@@ -151,9 +168,26 @@ class Engine:
         try:
             outcome = self._scheduler.apply(arrived.answer.result, time.monotonic_ns())
         except ValueError as error:
-            self._group.reject_result(str(error))
+            self._group.drop_worker(str(error))
             return []
-        return [Landing(self._flights.popleft(), arrived, outcome, time.monotonic_ns())]
+        flight = self._flights.popleft()
+        if self._flights:
+            self._watchdog.begin()
+        else:
+            self._watchdog.rest()
+        self._pace.note(flight.plan.num_tokens, arrived.answer.timing.execute_ns)
+        return [Landing(flight, arrived, outcome, time.monotonic_ns())]
+
+    def _drop_hung_worker(self, taken_s: float) -> None:
+        """End the connection of a worker that does not answer; its requests go on elsewhere."""
+        step_id = self._flights[0].plan.step_id
+        self._log.error("step hangs", step_id=step_id, seconds=round(taken_s, 3))
+        self._log_state()
+        self._group.drop_worker(f"step {step_id} gave no result for {taken_s:.1f} s")
+
+    def _log_state(self) -> None:
+        for line in self._scheduler.dump(time.monotonic_ns()).splitlines():
+            self._log.error("state", line=line)
 
     def _begin_epoch(self, event: GroupReady) -> None:
         now_ns = time.monotonic_ns()
@@ -163,13 +197,15 @@ class Engine:
             self._scheduler.rejoin(now_ns)
             return
         for request in self._scheduler.start_epoch(event.num_blocks, event.root, now_ns):
-            self._piles[request].stream.end_finished()
+            self._streams.of(request).end_finished()
 
     def _lose_group(self) -> asyncio.TimerHandle:
         self._ready = False
         self.serving.set(False)
         self._flights.clear()
+        self._watchdog.rest()
         self._pacing.forget()
+        self._pace.forget()
         self._absent_since_ns = time.monotonic_ns()
         self._scheduler.lose_worker(self._absent_since_ns)
         return asyncio.get_running_loop().call_later(self._worker_wait_s, self._end_wait)
@@ -179,19 +215,9 @@ class Engine:
             self.fail_all(self._no_worker())
 
     def _emit(self, landing: Landing) -> None:
-        """Hand a step's tokens to their streams, and tell the observers.
-
-        Cost: 0.5 us per token with a waiting reader, 2 cores, Python 3.11.
-        """
-        outcome, piles = landing.outcome, self._piles
-        step_id = outcome.step_id
-        for request, token in zip(outcome.requests, outcome.tokens, strict=True):
-            pile = piles.get(request)
-            if pile is not None and not pile.push(token, step_id):
-                self._fail(pile.stream, _too_slow())
-        ended = (piles[request].stream for request in outcome.finished if request in piles)
-        for stream in dict.fromkeys(ended):
-            stream.end_finished()
+        """Hand a step's tokens to their streams, and tell the observers."""
+        for stream in self._streams.emit(landing.outcome):
+            self._fail(stream, _too_slow())
         scheduler = self._scheduler
         record = landing.record(
             running=scheduler.num_running,
@@ -223,42 +249,21 @@ class Engine:
 
         Raises: RequestError, before anything is queued.
         """
-        request = _request_of(submission)
+        request = make_request(submission, self._tenant_weights.get(submission.tenant, 1.0))
         self._check_taking(submission)
         with self._scheduling() as scheduler:
-            scheduler.add(request, time.monotonic_ns())
+            scheduler.add(request, time.monotonic_ns(), self._pace)
         stream = RequestStream(request, self._stop)
-        self._streams[request] = stream
-        self._piles.update((pile.request, pile) for pile in stream.piles)
-        self._empty.clear()
+        self._streams.add(stream)
         deadline = self._deadline_timer(stream, submission.deadline_ns)
         try:
             yield stream
         finally:
             if deadline is not None:
                 deadline.cancel()
-            del self._streams[request]
-            if not self._streams:
-                self._empty.set()
+            self._streams.remove(stream)
             self._abandon(stream)
-            self._log_end(stream)
-
-    def _log_end(self, stream: RequestStream) -> None:
-        account, reasons, errors = stream.account(), stream.reasons, stream.errors
-        log = self._log.warning if errors else self._log.info
-        log(
-            "request ended",
-            request_id=stream.request.request_id,
-            reason=",".join(dict.fromkeys(reason.value for reason in reasons if reason)),
-            error="; ".join(errors),
-            prompt_tokens=account.num_prompt_tokens,
-            output_tokens=account.num_output_tokens,
-            cached_tokens=account.num_cached_tokens,
-            miss_reason=account.miss_reason.value if account.miss_reason else "",
-            preemptions=account.num_preemptions,
-            first_step=account.first_step_id,
-            last_step=account.last_step_id,
-        )
+            log_end(self._log, stream)
 
     def _check_taking(self, submission: Submission) -> None:
         now_ns = time.monotonic_ns()
@@ -276,8 +281,7 @@ class Engine:
         if deadline_ns is None:
             return None
         delay_s = (deadline_ns - time.monotonic_ns()) / 1e9
-        error = DeadlineError("the deadline passed before the request had ended")
-        return asyncio.get_running_loop().call_later(delay_s, self._fail, stream, error)
+        return asyncio.get_running_loop().call_later(delay_s, self._fail, stream, _too_late())
 
     def _stop(self, request: Request, num_output_tokens: int) -> None:
         with self._scheduling() as scheduler:
@@ -290,8 +294,7 @@ class Engine:
 
     def _abandon(self, stream: RequestStream) -> None:
         """Free what a request holds whose reader gets nothing more."""
-        for request in stream.request.members:
-            self._piles.pop(request, None)
+        self._streams.silence(stream)
         with self._scheduling() as scheduler:
             scheduler.abort_family(stream.request, time.monotonic_ns())
 
@@ -305,13 +308,12 @@ class Engine:
         """Requests whose readers have not left."""
         return len(self._streams)
 
-    def abort(self, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
-        """End live requests with reason ABORT; None ends all. Return (ended, not live)."""
-        live = {
-            request.request_id: stream
-            for request, stream in self._streams.items()
-            if stream.is_live
-        }
+    def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
+        """End a tenant's live requests with reason ABORT; None ends all. Return (ended, not live).
+
+        Cost: O(live requests).
+        """
+        live = self._streams.of_tenant(tenant)
         wanted = list(live) if request_ids is None else dict.fromkeys(request_ids)
         aborted = [request_id for request_id in wanted if request_id in live]
         with self._scheduling() as scheduler:
@@ -322,7 +324,7 @@ class Engine:
 
     def fail_all(self, error: UnavailableError) -> None:
         """End every live request with an error."""
-        for stream in list(self._streams.values()):
+        for stream in self._streams:
             self._fail(stream, error)
 
     def load(self) -> Load:
@@ -338,11 +340,11 @@ class Engine:
         with self._scheduling() as scheduler:
             return scheduler.flush_cache()
 
-    def pin(self, tokens: "array[int]", salt: bytes, time_to_live_s: float) -> tuple[str, int]:
+    def pin(self, tokens: "array[int]", extra: ExtraKeys, time_to_live_s: float) -> tuple[str, int]:
         """Keep what is cached of a prefix; see EngineDoor."""
         expires_ns = time.monotonic_ns() + int(time_to_live_s * 1e9)
         with self._scheduling() as scheduler:
-            pin = scheduler.pin(tokens, ExtraKeys(salt=salt), expires_ns)
+            pin = scheduler.pin(tokens, extra, expires_ns)
         # A number alone could name another pin after a restart.
         return f"{self._incarnation:016x}-{pin.number}", len(pin.blocks)
 
@@ -362,7 +364,7 @@ class Engine:
         self._draining = True
         self._stopping |= for_good
         self.serving.set(False)
-        await self._empty.wait()
+        await self._streams.wait_empty()
 
     def resume(self) -> None:
         """Take new requests again, unless the server stops."""
@@ -370,25 +372,8 @@ class Engine:
         self.serving.set(self._ready and not self._draining)
 
 
-def _request_of(submission: Submission) -> Request:
-    return Request(
-        submission.request_id,
-        submission.token_ids,
-        submission.sampling,
-        Stopping(
-            max_output_tokens=submission.max_output_tokens,
-            eos_token_ids=submission.eos_token_ids,
-            stop_token_ids=submission.stop_token_ids,
-            min_output_tokens=submission.min_output_tokens,
-        ),
-        extra=ExtraKeys(salt=submission.salt),
-        read_cache=submission.read_cache,
-        priority=submission.priority,
-        arrival_ns=submission.arrival_ns,
-        deadline_ns=submission.deadline_ns,
-        num_sequences=submission.num_sequences,
-        beam=submission.beam,
-    )
+def _too_late() -> DeadlineError:
+    return DeadlineError("the deadline passed before the request had ended")
 
 
 def _too_slow() -> SlowReaderError:

@@ -6,6 +6,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from typing import Protocol
 
+from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.request import BeamOptions, FinishReason, MissReason, Sampling
 from scheduler_svc.service.step_record import StepTimes
 
@@ -15,7 +16,10 @@ class Submission:
     """A request as a front end hands it over: tokenized, validated, every value given."""
 
     request_id: str
-    """Unique among live requests, scoped by tenant, not empty."""
+    """Unique among its tenant's live requests, not empty."""
+
+    tenant: str
+    """On whose behalf. Empty: the default tenant."""
 
     token_ids: "array[int]"
     """The prompt: an `array('i')`, at least one token."""
@@ -292,8 +296,11 @@ class EngineDoor(Protocol):
         Raises: RequestError kinds on entering. Nothing is queued then.
         """
 
-    def abort(self, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
-        """End live requests with reason ABORT; None ends all. Return (ended, not live)."""
+    def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
+        """End a tenant's live requests with reason ABORT; None ends all it has.
+
+        Returns: ids that were live, and ids that were not.
+        """
 
     def load(self) -> Load:
         """Return how busy the engine is now."""
@@ -301,7 +308,7 @@ class EngineDoor(Protocol):
     def server_state(self) -> ServerState:
         """Return what stands behind the door now."""
 
-    def pin(self, tokens: "array[int]", salt: bytes, time_to_live_s: float) -> tuple[str, int]:
+    def pin(self, tokens: "array[int]", extra: ExtraKeys, time_to_live_s: float) -> tuple[str, int]:
         """Keep what is cached of a prefix; return the pin's id and the number of its blocks.
 
         Raises: UnavailableError, PrefixNotCachedError, PinQuotaError; RequestError without a cache.

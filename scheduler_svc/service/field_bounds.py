@@ -17,6 +17,7 @@ MAX_STOPS = 64
 MAX_STOP_BYTES = 4096
 MAX_LIST_ENTRIES = 1024
 MAX_REQUEST_ID_BYTES = 256
+MAX_TENANT_BYTES = 256
 MAX_SALT_BYTES = 256
 MAX_INTERVAL_S = 60.0
 
@@ -75,7 +76,6 @@ _BIAS = Interval(-100, 100)
 
 # Fields of this protocol that wait for later versions, and whether a request uses them.
 _NOT_SERVED: Mapping[str, Callable[[GenerateRequest], bool]] = {
-    "tenant": lambda m: bool(m.tenant),
     "adapter": lambda m: bool(m.adapter),
     "guide": lambda m: m.HasField("guide"),
     "embeddings": lambda m: bool(m.embeddings),
@@ -111,7 +111,8 @@ def check_fields(message: GenerateRequest, vocab_size: int, max_num_seqs: int) -
     Raises: InvalidRequestError naming the first field outside its bound, value and bound.
         NotServedError naming the first field that is right, but not served yet.
     """
-    _check_request_id(message.request_id)
+    _check_name("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
+    check_tenant(message.tenant)
     check_size("cache.salt", message.cache.salt.encode(), MAX_SALT_BYTES, "bytes")
     _check_sampling(message.sampling, vocab_size)
     _check_stopping(message.stopping, vocab_size)
@@ -165,12 +166,18 @@ def _check_texts(field: str, texts: Collection[str], most: int) -> None:
             raise InvalidRequestError(field, f"{field}[{index}] is empty, must have a character")
 
 
-def _check_request_id(request_id: str) -> None:
-    check_size("request_id", request_id.encode(), MAX_REQUEST_ID_BYTES, "bytes")
-    if not request_id.isprintable():
-        raise InvalidRequestError(
-            "request_id", f"request_id is {quoted(request_id)}, must be printable text"
-        )
+def check_tenant(tenant: str) -> None:
+    """Refuse a tenant's name that is too long, or no printable text.
+
+    Raises: InvalidRequestError.
+    """
+    _check_name("tenant", tenant, MAX_TENANT_BYTES)
+
+
+def _check_name(field: str, name: str, most_bytes: int) -> None:
+    check_size(field, name.encode(), most_bytes, "bytes")
+    if not name.isprintable():
+        raise InvalidRequestError(field, f"{field} is {quoted(name)}, must be printable text")
 
 
 def _check_sampling(sampling: Sampling, vocab_size: int) -> None:

@@ -29,6 +29,7 @@ async def read_request(
     stopping, cache = message.stopping, message.cache
     return Submission(
         request_id=message.request_id or uuid.uuid4().hex,
+        tenant=message.tenant,
         token_ids=token_ids,
         sampling=read_sampling(message, front.sampling),
         max_output_tokens=_max_output_tokens(stopping, len(token_ids), front.limits.max_model_len),

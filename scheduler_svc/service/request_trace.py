@@ -21,7 +21,7 @@ from opentelemetry.trace import (
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
-from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.request import FinishReason, RequestKey
 from scheduler_svc.service import trace_names as names
 from scheduler_svc.service.engine_door import Account, Submission
 
@@ -35,8 +35,8 @@ class RequestTracer:
     def __init__(self, tracer: Tracer) -> None:
         self._tracer = tracer
         self._propagator = TraceContextTextMapPropagator()
-        self.live: dict[str, RequestTrace] = {}
-        """Traced requests by id, from acceptance to the end."""
+        self.live: dict[RequestKey, RequestTrace] = {}
+        """Traced requests, from acceptance to the end."""
 
     def begin(
         self, arrival_ns: int, metadata: Iterable[tuple[str, str | bytes]]
@@ -69,7 +69,7 @@ class RequestTrace:
     """One sampled request."""
 
     __slots__ = (
-        "_request_id",
+        "_key",
         "_span",
         "_step_contexts",
         "_to_wall_ns",
@@ -85,7 +85,7 @@ class RequestTrace:
         self._to_wall_ns = to_wall_ns
         self._token_times_ns = array("q")
         self._step_contexts: list[SpanContext] = []
-        self._request_id = ""
+        self._key = RequestKey("", "")
 
     @property
     def context(self) -> SpanContext:
@@ -121,8 +121,10 @@ class RequestTrace:
             self._span.set_attribute(names.REQUEST_BEAM_WIDTH, submission.beam.width)
         if submission.max_output_tokens is not None:
             self._span.set_attribute(names.REQUEST_MAX_TOKENS, submission.max_output_tokens)
-        self._request_id = submission.request_id
-        self._traces.live[submission.request_id] = self
+        if submission.tenant:
+            self._span.set_attribute(names.TENANT, submission.tenant)
+        self._key = RequestKey(submission.tenant, submission.request_id)
+        self._traces.live[self._key] = self
 
     def tokens(self, now_ns: int) -> None:
         """Note that tokens were handed out."""
@@ -135,7 +137,7 @@ class RequestTrace:
 
     def ended(self, account: Account, reasons: Sequence[FinishReason], ended_ns: int) -> None:
         """Write the parts of a request that was accepted; each sequence has a reason."""
-        del self._traces.live[self._request_id]
+        del self._traces.live[self._key]
         end_ns = account.finished_ns or ended_ns
         span = self._span
         said: dict[str, AttributeValue | None] = {

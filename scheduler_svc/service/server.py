@@ -199,6 +199,8 @@ def _build(
         mailbox,
         incarnation=incarnation,
         worker_wait_s=settings.worker_wait,
+        step_timeout_s=settings.step_timeout,
+        tenant_weights=settings.weights_by_tenant(),
         observers=[StepMetrics(registry)],
         after_turn=KvWatch(
             memory,

@@ -14,6 +14,7 @@ from grpc_status import rpc_status
 from scheduler_svc.core.errors import (
     DeadlineError,
     DuplicateRequestError,
+    HopelessDeadlineError,
     InvalidRequestError,
     NotServedError,
     PinQuotaError,
@@ -58,6 +59,7 @@ REFUSALS: dict[type[RequestError], Refusal] = {
     NotServedError: Refusal(grpc.StatusCode.UNIMPLEMENTED, "NOT_SERVED"),
     UnavailableError: Refusal(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
     DeadlineError: Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
+    HopelessDeadlineError: Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "CANNOT_START_IN_TIME"),
     RequestError: Refusal(grpc.StatusCode.FAILED_PRECONDITION, "REFUSED"),
 }
 

@@ -4,6 +4,8 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Protocol
 
+from scheduler_svc.core.request import RequestKey
+
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
@@ -59,7 +61,7 @@ class StepRecord:
     codec_ns: int
     """The worker decoded the plan and encoded the result."""
 
-    request_ids: tuple[str, ...]
+    request_keys: tuple[RequestKey, ...]
     """At most 16 of the requests that sampled."""
 
     traceparent: str

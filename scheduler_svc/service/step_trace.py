@@ -9,6 +9,7 @@ from opentelemetry.context import Context
 from opentelemetry.sdk.trace.id_generator import RandomIdGenerator
 from opentelemetry.trace import Link, Tracer, set_span_in_context
 
+from scheduler_svc.core.request import RequestKey
 from scheduler_svc.service import trace_names as names
 from scheduler_svc.service.request_trace import RequestTrace
 from scheduler_svc.service.step_record import StepRecord
@@ -54,10 +55,10 @@ class StepSpans:
         self,
         tracer: Tracer,
         ids: ChosenIds,
-        live: Mapping[str, RequestTrace],
+        live: Mapping[RequestKey, RequestTrace],
         every: int,
     ) -> None:
-        """Trace one step in `every`, 0 for none; `live` are the traced requests by id."""
+        """Trace one step in `every`, 0 for none; `live` are the traced requests."""
         self._tracer = tracer
         self._ids = ids
         self._live = live
@@ -97,7 +98,7 @@ class StepSpans:
 
     def _write(self, record: StepRecord, reason: str) -> None:
         to_wall_ns = time_ns() - monotonic_ns()
-        traces = [self._live[id_] for id_ in record.request_ids if id_ in self._live][:_MAX_LINKS]
+        traces = [self._live[key] for key in record.request_keys if key in self._live][:_MAX_LINKS]
         span = self._tracer.start_span(
             names.STEP_SPAN,
             Context(),

@@ -36,6 +36,7 @@ END_TO_END = "gen_ai.latency.e2e"
 
 REQUEST_BEAM_WIDTH = "pagemill.request.beam_width"
 MISS_REASON = "pagemill.cache.miss_reason"
+TENANT = "pagemill.tenant"
 RECOMPUTED_TOKENS = "pagemill.recomputed_tokens"
 PREEMPTIONS = "pagemill.preemptions"
 FIRST_STEP_ID = "pagemill.first_step_id"

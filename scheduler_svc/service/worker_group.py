@@ -100,8 +100,8 @@ class WorkerGroup:
             raise ValueError("the group got a plan before it was ready")
         return self._leader.send_plan(plan, traceparent)
 
-    def reject_result(self, reason: str) -> None:
-        """End the leader's stream: its result did not fit its plan."""
+    def drop_worker(self, reason: str) -> None:
+        """End the leader's stream: its result does not fit its plan, or does not come."""
         if self._leader is not None:
             self._leader.fail(grpc.StatusCode.ABORTED, reason)
 

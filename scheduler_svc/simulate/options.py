@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from scheduler_svc.core.victims import VICTIM_POLICIES
 from scheduler_svc.simulate.contiguous import RESERVATIONS
 from scheduler_svc.simulate.workload import LENGTHS
 
@@ -31,6 +32,7 @@ class Options:
     max_num_batched_tokens: int
     pipeline_depth: int
     enable_prefix_caching: bool
+    preemption_victim: str
     chunk_tokens: int
     seed: int
     as_json: bool
@@ -70,6 +72,7 @@ def read_options(argv: Sequence[str]) -> Options:
         max_num_batched_tokens=given.max_num_batched_tokens,
         pipeline_depth=given.pipeline_depth,
         enable_prefix_caching=given.enable_prefix_caching,
+        preemption_victim=given.preemption_victim,
         chunk_tokens=given.chunk_tokens,
         seed=given.seed,
         as_json=given.json,
@@ -116,6 +119,12 @@ def _make_parser() -> argparse.ArgumentParser:
     add("--max-num-batched-tokens", type=_positive, default=2048, help="Paged. Default: 2048.")
     add("--pipeline-depth", type=int, choices=[1, 2], default=2, help="Paged. Default: 2.")
     add("--enable-prefix-caching", action=argparse.BooleanOptionalAction, default=True)
+    add(
+        "--preemption-victim",
+        choices=sorted(VICTIM_POLICIES),
+        default="cheapest",
+        help="Paged. Default: cheapest.",
+    )
     add(
         "--chunk-tokens",
         type=_positive,

@@ -11,6 +11,7 @@ from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import Request, Sampling, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepOutcome, StepResult
+from scheduler_svc.core.victims import VictimPolicy, cheapest
 from scheduler_svc.simulate.report import Int64Array, Memory, Report, Totals, Waits, make_report
 from scheduler_svc.simulate.simulated_worker import (
     END_OF_SEQUENCE,
@@ -41,12 +42,15 @@ class PagedReplay:
         *,
         chunk_tokens: int,
         enable_prefix_caching: bool = True,
+        choose_victim: VictimPolicy = cheapest,
     ) -> None:
         """Take a load in order of arrival; of `slots`, those that make whole blocks are used."""
         self._slots = slots
         self._block_size = limits.block_size
         self._cost = cost
-        self._scheduler = Scheduler(limits, enable_prefix_caching=enable_prefix_caching)
+        self._scheduler = Scheduler(
+            limits, enable_prefix_caching=enable_prefix_caching, choose_victim=choose_victim
+        )
         root = SHA256.root("", PoolIdentity("", "", limits.block_size, ""))
         self._scheduler.start_epoch(slots // limits.block_size, root, 0)
         self._coming = [

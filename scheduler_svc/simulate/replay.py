@@ -4,6 +4,7 @@ from collections.abc import Callable
 from itertools import islice
 
 from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.victims import VICTIM_POLICIES
 from scheduler_svc.simulate.contiguous import RESERVATIONS, ContiguousReplay
 from scheduler_svc.simulate.options import Options
 from scheduler_svc.simulate.paged import PagedReplay
@@ -61,4 +62,5 @@ def replay(
         cost,
         chunk_tokens=options.chunk_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
+        choose_victim=VICTIM_POLICIES[options.preemption_victim],
     ).run(progress)

@@ -20,6 +20,15 @@ def test_a_plan_of_1024_rows_is_at_most_a_kibibyte() -> None:
     assert measure(1024).plan_bytes <= 1024
 
 
+@pytest.mark.slow
+def test_a_steady_step_costs_half_a_microsecond_a_request_at_most() -> None:
+    # And four times the requests cost four times as much at most. The best of five runs counts,
+    # since a shared machine slows single ones down.
+    costs = {size: min(measure(size).us_per_step for _ in range(5)) / size for size in (256, 1024)}
+    assert max(costs.values()) <= 0.5
+    assert costs[1024] <= costs[256]
+
+
 def test_each_size_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--requests", "1", "--requests", "17", "--json"]) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]

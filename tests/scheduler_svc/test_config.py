@@ -49,6 +49,41 @@ def test_the_environment_names_the_file_and_lists_names(
     assert "s3cret" not in repr(settings)
 
 
+@pytest.mark.parametrize(
+    "given", ["tenant_weights: {a: 2, b=c: 0.5, '': 3}", "tenant-weights: [a=2, b=c=0.5, '=3']"]
+)
+def test_tenants_have_weights_from_a_file_the_environment_or_a_flag(
+    given: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "scheduler.yaml"
+    file.write_text(given)
+    assert read_settings(["m"]).weights_by_tenant() == {}
+    weights = {"a": 2.0, "b=c": 0.5, "": 3.0}
+    assert read_settings(["m", "--config", str(file)]).weights_by_tenant() == weights
+    assert (
+        read_settings(["m", "--tenant-weights", "a=2,b=c=0.5, =3"]).weights_by_tenant() == weights
+    )
+    monkeypatch.setenv("PAGEMILL_TENANT_WEIGHTS", "a=7")
+    assert read_settings(["m"]).weights_by_tenant() == {"a": 7.0}
+
+
+@pytest.mark.parametrize(
+    ("weights", "complaint"),
+    [
+        ("a", "each weight in [0.001, 1000]"),
+        ("a=0", "each weight in [0.001, 1000]"),
+        ("a=nan", "each weight in [0.001, 1000]"),
+        ("a=1e9", "each weight in [0.001, 1000]"),
+        ("a=much", "each weight in [0.001, 1000]"),
+        ("a=1,b=2,a=3", "names 'a' twice"),
+    ],
+)
+def test_an_impossible_weight_is_named(weights: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=r"^tenant_weights is ") as error:
+        read_settings(["m", "--tenant-weights", weights])
+    assert complaint in str(error.value)
+
+
 def test_a_hash_seed_of_digits_is_a_text_wherever_it_stands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,6 +10,7 @@ from pagemill.cli.chat import chat
 from pagemill.cli.complete import complete
 from pagemill.cli.demo import demo
 from pagemill.cli.exit_status import CliError, from_client
+from pagemill.cli.pin import pin, unpin
 from pagemill.cli.serve import serve
 from pagemill.cli.terminal import say
 from pagemill.cli.version import show_version
@@ -29,6 +30,8 @@ def make_app() -> typer.Typer:
     app.command("simulate", context_settings=single_program.PASS_ON)(single_program.simulate)
     app.command("complete")(complete)
     app.command("chat")(chat)
+    app.command("pin")(pin)
+    app.command("unpin")(unpin)
     app.command("demo")(demo)
     app.add_typer(bench.app, name="bench")
     app.command("version")(show_version)

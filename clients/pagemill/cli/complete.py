@@ -47,7 +47,7 @@ def complete(
     Exit status: 0 done, 2 wrong usage, 3 refused by the server, 4 no server or no room,
     130 interrupted, 1 anything else.
     """
-    text = _prompt(prompt, prompt_file)
+    text = read_prompt(prompt, prompt_file)
     arguments = GenerateArguments(
         model=model,
         max_tokens=max_tokens,
@@ -131,7 +131,7 @@ def _early_stopping(said: str | None) -> bool | Literal["never"] | None:
     raise CliError(f"early-stopping is {said}, must be one of false, true, never", ExitStatus.USAGE)
 
 
-def _prompt(prompt: str | None, file: Path | None) -> str:
+def read_prompt(prompt: str | None, file: Path | None) -> str:
     """Return the prompt from wherever it is."""
     if prompt is not None and file is None:
         return prompt

@@ -43,6 +43,8 @@ SCHEDULER_SETTINGS = frozenset(
         "priority_ageing",
         "scheduling_policy",
         "served_model_name",
+        "step_timeout",
+        "tenant_weights",
         "trace_steps_every",
         "worker_listen",
         "worker_wait",

@@ -37,7 +37,10 @@ class GenerateArguments(ChatArguments, total=False):
     """A served name; empty is the only one."""
 
     request_id: str
-    """Unique among live requests; empty lets the server choose."""
+    """Unique among the tenant's live requests; empty lets the server choose."""
+
+    tenant: str
+    """On whose behalf; empty is the default tenant."""
 
     priority: int
     """Lower runs first, under a policy that looks at it."""

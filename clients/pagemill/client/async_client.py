@@ -18,8 +18,15 @@ from pagemill.client.arguments import ChatArguments, GenerateArguments
 from pagemill.client.channel import Keepalive, open_channel
 from pagemill.client.events import Collector, Completion, Event
 from pagemill.client.retry import Attempts, RetryPolicy
-from pagemill.client.server_facts import AbortResult, Load, ModelInfo, ServerInfo
-from pagemill.v1 import control_pb2, control_pb2_grpc, inference_pb2, inference_pb2_grpc
+from pagemill.client.server_facts import AbortResult, Load, ModelInfo, Pin, ServerInfo
+from pagemill.v1 import (
+    admin_pb2,
+    admin_pb2_grpc,
+    control_pb2,
+    control_pb2_grpc,
+    inference_pb2,
+    inference_pb2_grpc,
+)
 
 RequestT = TypeVar("RequestT", bound=Message)
 ResponseT = TypeVar("ResponseT", bound=Message)
@@ -67,6 +74,7 @@ class AsyncClient:
         self._channel = open_channel(address, keepalive or Keepalive(), credentials)
         self._inference = inference_pb2_grpc.InferenceStub(self._channel)
         self._control = control_pb2_grpc.ControlStub(self._channel)
+        self._admin = admin_pb2_grpc.AdminStub(self._channel)
         self._health = health_pb2_grpc.HealthStub(self._channel)
 
     async def __aenter__(self) -> Self:
@@ -146,19 +154,53 @@ class AsyncClient:
         return wire.load(await self._unary(self._control.GetLoad, request, timeout))
 
     async def abort(
-        self, request_ids: Sequence[str], *, timeout: float | None = None
+        self, request_ids: Sequence[str], *, tenant: str = "", timeout: float | None = None
     ) -> AbortResult:
-        """End live requests; their streams finish with reason ABORT.
+        """End a tenant's live requests; their streams finish with reason ABORT.
 
         Raises: NotFoundError if none of the ids is live.
         """
-        request = control_pb2.AbortRequest(request_ids=request_ids)
+        request = control_pb2.AbortRequest(request_ids=request_ids, tenant=tenant)
         return wire.abort_result(await self._unary(self._control.Abort, request, timeout))
 
-    async def abort_all(self, *, timeout: float | None = None) -> AbortResult:
-        """End every live request."""
-        request = control_pb2.AbortRequest(all=True)
+    async def abort_all(self, *, tenant: str = "", timeout: float | None = None) -> AbortResult:
+        """End every live request of a tenant."""
+        request = control_pb2.AbortRequest(all=True, tenant=tenant)
         return wire.abort_result(await self._unary(self._control.Abort, request, timeout))
+
+    async def pin(
+        self,
+        token_ids: Sequence[int],
+        time_to_live: float,
+        *,
+        salt: str = "",
+        tenant: str = "",
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Pin:
+        """Keep what is cached of a prefix for `time_to_live` seconds, however long it is idle.
+
+        It serves requests of the same salt and tenant.
+
+        Raises: NotFoundError if not even its first block is cached: let a request compute it
+            first; ResourceExhaustedError beyond the server's quota.
+        """
+        request = admin_pb2.PinRequest(
+            model=model,
+            token_ids=token_ids,
+            time_to_live_s=time_to_live,
+            salt=salt,
+            tenant=tenant,
+        )
+        response = await self._unary(self._admin.Pin, request, timeout)
+        return Pin(response.pin_id, response.num_blocks)
+
+    async def unpin(self, pin_id: str, *, timeout: float | None = None) -> None:
+        """Let go of a pinned prefix.
+
+        Raises: NotFoundError if the pin has ended, or never was.
+        """
+        await self._unary(self._admin.Unpin, admin_pb2.UnpinRequest(pin_id=pin_id), timeout)
 
     async def health(self, *, timeout: float | None = None) -> bool:
         """Tell whether the server can answer; it cannot while a worker loads, or draining."""

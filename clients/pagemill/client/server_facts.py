@@ -190,6 +190,20 @@ class Load:
     recent_steps: StepTimes | None
     """None before the first step."""
 
+    pinned_blocks: int
+    """Of the used and the idle ones, those that a pin keeps."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pin:
+    """A prefix that stays in the cache."""
+
+    pin_id: str
+    """Names it, to let go of it."""
+
+    num_blocks: int
+    """Leading whole blocks of the prefix that were cached, and stay."""
+
 
 @dataclass(frozen=True, slots=True)
 class AbortResult:

@@ -12,7 +12,7 @@ from pagemill.client.channel import Keepalive
 from pagemill.client.events import Completion, Event
 from pagemill.client.loop_thread import LoopThread
 from pagemill.client.retry import RetryPolicy
-from pagemill.client.server_facts import AbortResult, Load, ModelInfo, ServerInfo
+from pagemill.client.server_facts import AbortResult, Load, ModelInfo, Pin, ServerInfo
 
 
 class Client:
@@ -140,13 +140,38 @@ class Client:
         """Return how busy the server is, and where its recent steps spent their time."""
         return self._loop_thread.run(self._client.load(timeout=timeout))
 
-    def abort(self, request_ids: Sequence[str], *, timeout: float | None = None) -> AbortResult:
-        """End live requests; their streams finish with reason ABORT."""
-        return self._loop_thread.run(self._client.abort(request_ids, timeout=timeout))
+    def abort(
+        self, request_ids: Sequence[str], *, tenant: str = "", timeout: float | None = None
+    ) -> AbortResult:
+        """End a tenant's live requests; their streams finish with reason ABORT."""
+        return self._loop_thread.run(
+            self._client.abort(request_ids, tenant=tenant, timeout=timeout)
+        )
 
-    def abort_all(self, *, timeout: float | None = None) -> AbortResult:
-        """End every live request."""
-        return self._loop_thread.run(self._client.abort_all(timeout=timeout))
+    def abort_all(self, *, tenant: str = "", timeout: float | None = None) -> AbortResult:
+        """End every live request of a tenant."""
+        return self._loop_thread.run(self._client.abort_all(tenant=tenant, timeout=timeout))
+
+    def pin(
+        self,
+        token_ids: Sequence[int],
+        time_to_live: float,
+        *,
+        salt: str = "",
+        tenant: str = "",
+        model: str = "",
+        timeout: float | None = None,
+    ) -> Pin:
+        """Keep what is cached of a prefix for `time_to_live` seconds, however long it is idle."""
+        return self._loop_thread.run(
+            self._client.pin(
+                token_ids, time_to_live, salt=salt, tenant=tenant, model=model, timeout=timeout
+            )
+        )
+
+    def unpin(self, pin_id: str, *, timeout: float | None = None) -> None:
+        """Let go of a pinned prefix."""
+        self._loop_thread.run(self._client.unpin(pin_id, timeout=timeout))
 
     def health(self, *, timeout: float | None = None) -> bool:
         """Tell whether the server can answer; it cannot while a worker loads, or draining."""

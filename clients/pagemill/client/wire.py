@@ -34,7 +34,7 @@ from pagemill.v1 import control_pb2, generation_pb2, inference_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
 
-_PLAIN = ("model", "request_id", "priority")
+_PLAIN = ("model", "request_id", "tenant", "priority")
 _SAMPLING = (
     "temperature",
     "top_k",
@@ -363,6 +363,7 @@ def load(message: control_pb2.GetLoadResponse) -> Load:
         )
         if message.HasField("recent_steps")
         else None,
+        pinned_blocks=message.pinned_blocks,
     )
 
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagemill/v1/admin.proto\x12\x0bpagemill.v1\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06resume\x18\x01 \x01(\x08\"\x0f\n\rDrainResponse\"T\n\nPinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x16\n\x0etime_to_live_s\x18\x03 \x01(\x01\x12\x0c\n\x04salt\x18\x04 \x01(\t\"1\n\x0bPinResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\x1e\n\x0cUnpinRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"\x0f\n\rUnpinResponse\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\")\n\x13LoadAdapterResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"B\n\x14ListAdaptersResponse\x12*\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x18.pagemill.v1.AdapterInfo\"/\n\x0b\x41\x64\x61pterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2\x8f\x04\n\x05\x41\x64min\x12>\n\x05\x44rain\x12\x19.pagemill.v1.DrainRequest\x1a\x1a.pagemill.v1.DrainResponse\x12\x38\n\x03Pin\x12\x17.pagemill.v1.PinRequest\x1a\x18.pagemill.v1.PinResponse\x12>\n\x05Unpin\x12\x19.pagemill.v1.UnpinRequest\x1a\x1a.pagemill.v1.UnpinResponse\x12P\n\x0bLoadAdapter\x12\x1f.pagemill.v1.LoadAdapterRequest\x1a .pagemill.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.pagemill.v1.UnloadAdapterRequest\x1a\".pagemill.v1.UnloadAdapterResponse\x12S\n\x0cListAdapters\x12 .pagemill.v1.ListAdaptersRequest\x1a!.pagemill.v1.ListAdaptersResponse\x12M\n\nFlushCache\x12\x1e.pagemill.v1.FlushCacheRequest\x1a\x1f.pagemill.v1.FlushCacheResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17pagemill/v1/admin.proto\x12\x0bpagemill.v1\"\x1e\n\x0c\x44rainRequest\x12\x0e\n\x06resume\x18\x01 \x01(\x08\"\x0f\n\rDrainResponse\"d\n\nPinRequest\x12\r\n\x05model\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\x05\x12\x16\n\x0etime_to_live_s\x18\x03 \x01(\x01\x12\x0c\n\x04salt\x18\x04 \x01(\t\x12\x0e\n\x06tenant\x18\x05 \x01(\t\"1\n\x0bPinResponse\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\x12\x12\n\nnum_blocks\x18\x02 \x01(\r\"\x1e\n\x0cUnpinRequest\x12\x0e\n\x06pin_id\x18\x01 \x01(\t\"\x0f\n\rUnpinResponse\"0\n\x12LoadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\")\n\x13LoadAdapterResponse\x12\x12\n\ngeneration\x18\x01 \x01(\x04\"$\n\x14UnloadAdapterRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x17\n\x15UnloadAdapterResponse\"\x15\n\x13ListAdaptersRequest\"B\n\x14ListAdaptersResponse\x12*\n\x08\x61\x64\x61pters\x18\x01 \x03(\x0b\x32\x18.pagemill.v1.AdapterInfo\"/\n\x0b\x41\x64\x61pterInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\ngeneration\x18\x02 \x01(\x04\"\x13\n\x11\x46lushCacheRequest\"(\n\x12\x46lushCacheResponse\x12\x12\n\nnum_blocks\x18\x01 \x01(\r2\x8f\x04\n\x05\x41\x64min\x12>\n\x05\x44rain\x12\x19.pagemill.v1.DrainRequest\x1a\x1a.pagemill.v1.DrainResponse\x12\x38\n\x03Pin\x12\x17.pagemill.v1.PinRequest\x1a\x18.pagemill.v1.PinResponse\x12>\n\x05Unpin\x12\x19.pagemill.v1.UnpinRequest\x1a\x1a.pagemill.v1.UnpinResponse\x12P\n\x0bLoadAdapter\x12\x1f.pagemill.v1.LoadAdapterRequest\x1a .pagemill.v1.LoadAdapterResponse\x12V\n\rUnloadAdapter\x12!.pagemill.v1.UnloadAdapterRequest\x1a\".pagemill.v1.UnloadAdapterResponse\x12S\n\x0cListAdapters\x12 .pagemill.v1.ListAdaptersRequest\x1a!.pagemill.v1.ListAdaptersResponse\x12M\n\nFlushCache\x12\x1e.pagemill.v1.FlushCacheRequest\x1a\x1f.pagemill.v1.FlushCacheResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,31 +36,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DRAINRESPONSE']._serialized_start=72
   _globals['_DRAINRESPONSE']._serialized_end=87
   _globals['_PINREQUEST']._serialized_start=89
-  _globals['_PINREQUEST']._serialized_end=173
-  _globals['_PINRESPONSE']._serialized_start=175
-  _globals['_PINRESPONSE']._serialized_end=224
-  _globals['_UNPINREQUEST']._serialized_start=226
-  _globals['_UNPINREQUEST']._serialized_end=256
-  _globals['_UNPINRESPONSE']._serialized_start=258
-  _globals['_UNPINRESPONSE']._serialized_end=273
-  _globals['_LOADADAPTERREQUEST']._serialized_start=275
-  _globals['_LOADADAPTERREQUEST']._serialized_end=323
-  _globals['_LOADADAPTERRESPONSE']._serialized_start=325
-  _globals['_LOADADAPTERRESPONSE']._serialized_end=366
-  _globals['_UNLOADADAPTERREQUEST']._serialized_start=368
-  _globals['_UNLOADADAPTERREQUEST']._serialized_end=404
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=406
-  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=429
-  _globals['_LISTADAPTERSREQUEST']._serialized_start=431
-  _globals['_LISTADAPTERSREQUEST']._serialized_end=452
-  _globals['_LISTADAPTERSRESPONSE']._serialized_start=454
-  _globals['_LISTADAPTERSRESPONSE']._serialized_end=520
-  _globals['_ADAPTERINFO']._serialized_start=522
-  _globals['_ADAPTERINFO']._serialized_end=569
-  _globals['_FLUSHCACHEREQUEST']._serialized_start=571
-  _globals['_FLUSHCACHEREQUEST']._serialized_end=590
-  _globals['_FLUSHCACHERESPONSE']._serialized_start=592
-  _globals['_FLUSHCACHERESPONSE']._serialized_end=632
-  _globals['_ADMIN']._serialized_start=635
-  _globals['_ADMIN']._serialized_end=1162
+  _globals['_PINREQUEST']._serialized_end=189
+  _globals['_PINRESPONSE']._serialized_start=191
+  _globals['_PINRESPONSE']._serialized_end=240
+  _globals['_UNPINREQUEST']._serialized_start=242
+  _globals['_UNPINREQUEST']._serialized_end=272
+  _globals['_UNPINRESPONSE']._serialized_start=274
+  _globals['_UNPINRESPONSE']._serialized_end=289
+  _globals['_LOADADAPTERREQUEST']._serialized_start=291
+  _globals['_LOADADAPTERREQUEST']._serialized_end=339
+  _globals['_LOADADAPTERRESPONSE']._serialized_start=341
+  _globals['_LOADADAPTERRESPONSE']._serialized_end=382
+  _globals['_UNLOADADAPTERREQUEST']._serialized_start=384
+  _globals['_UNLOADADAPTERREQUEST']._serialized_end=420
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_start=422
+  _globals['_UNLOADADAPTERRESPONSE']._serialized_end=445
+  _globals['_LISTADAPTERSREQUEST']._serialized_start=447
+  _globals['_LISTADAPTERSREQUEST']._serialized_end=468
+  _globals['_LISTADAPTERSRESPONSE']._serialized_start=470
+  _globals['_LISTADAPTERSRESPONSE']._serialized_end=536
+  _globals['_ADAPTERINFO']._serialized_start=538
+  _globals['_ADAPTERINFO']._serialized_end=585
+  _globals['_FLUSHCACHEREQUEST']._serialized_start=587
+  _globals['_FLUSHCACHEREQUEST']._serialized_end=606
+  _globals['_FLUSHCACHERESPONSE']._serialized_start=608
+  _globals['_FLUSHCACHERESPONSE']._serialized_end=648
+  _globals['_ADMIN']._serialized_start=651
+  _globals['_ADMIN']._serialized_end=1178
 # @@protoc_insertion_point(module_scope)

@@ -61,12 +61,15 @@ class PinRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TIME_TO_LIVE_S_FIELD_NUMBER: _builtins.int
     SALT_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """A served model name. Empty: the default."""
     time_to_live_s: _builtins.float
     """Seconds until the pin ends by itself. Above 0, at most 30 days."""
     salt: _builtins.str
     """As in CacheOptions."""
+    tenant: _builtins.str
+    """The tenant whose requests the prefix shall serve, as in GenerateRequest."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prefix, as token ids: the leading whole blocks of it that are cached are pinned."""
@@ -78,10 +81,11 @@ class PinRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         time_to_live_s: _builtins.float = ...,
         salt: _builtins.str = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "salt", b"salt", "time_to_live_s", b"time_to_live_s", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "salt", b"salt", "tenant", b"tenant", "time_to_live_s", b"time_to_live_s", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

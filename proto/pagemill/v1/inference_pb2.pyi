@@ -76,7 +76,10 @@ class GenerateRequest(_message.Message):
     adapter: _builtins.str
     """Name of a loaded adapter. Empty: none."""
     tenant: _builtins.str
-    """The tenant on whose behalf a trusted gateway asks. Empty: the caller's own."""
+    """The tenant on whose behalf the caller asks: whose share of tokens it uses, whose request
+    ids it must not repeat, and whose prefixes it may hit. Taken as it is, until callers are
+    authenticated. At most 256 bytes of printable text. Empty: the default tenant.
+    """
     @_builtins.property
     def token_ids(self) -> _generation_pb2.TokenIds:
         """Token ids, taken as they are. At least one."""

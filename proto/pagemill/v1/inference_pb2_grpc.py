@@ -71,12 +71,12 @@ class InferenceServicer:
 
         Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
         NOT_FOUND           no such model
-        ALREADY_EXISTS      a live request has this request_id
+        ALREADY_EXISTS      a live request of the tenant has this request_id
         UNIMPLEMENTED       a field of this version that the server does not serve yet
         RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
         after RetryInfo
         UNAVAILABLE         no worker, or draining; retry
-        DEADLINE_EXCEEDED   the deadline passed
+        DEADLINE_EXCEEDED   the deadline passed, or clearly will before the request can start
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -43,12 +43,12 @@ class InferenceStub:
 
     Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
             NOT_FOUND           no such model
-            ALREADY_EXISTS      a live request has this request_id
+            ALREADY_EXISTS      a live request of the tenant has this request_id
             UNIMPLEMENTED       a field of this version that the server does not serve yet
             RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
                                 after RetryInfo
             UNAVAILABLE         no worker, or draining; retry
-            DEADLINE_EXCEEDED   the deadline passed
+            DEADLINE_EXCEEDED   the deadline passed, or clearly will before the request can start
     """
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text or chat messages into token ids. Errors as Generate's."""
@@ -72,12 +72,12 @@ class InferenceAsyncStub(InferenceStub):
 
     Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
             NOT_FOUND           no such model
-            ALREADY_EXISTS      a live request has this request_id
+            ALREADY_EXISTS      a live request of the tenant has this request_id
             UNIMPLEMENTED       a field of this version that the server does not serve yet
             RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
                                 after RetryInfo
             UNAVAILABLE         no worker, or draining; retry
-            DEADLINE_EXCEEDED   the deadline passed
+            DEADLINE_EXCEEDED   the deadline passed, or clearly will before the request can start
     """
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text or chat messages into token ids. Errors as Generate's."""
@@ -104,12 +104,12 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
                 NOT_FOUND           no such model
-                ALREADY_EXISTS      a live request has this request_id
+                ALREADY_EXISTS      a live request of the tenant has this request_id
                 UNIMPLEMENTED       a field of this version that the server does not serve yet
                 RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
                                     after RetryInfo
                 UNAVAILABLE         no worker, or draining; retry
-                DEADLINE_EXCEEDED   the deadline passed
+                DEADLINE_EXCEEDED   the deadline passed, or clearly will before the request can start
         """
 
     @_abc_1.abstractmethod

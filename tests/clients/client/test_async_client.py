@@ -23,6 +23,7 @@ from pagemill.client import (
     NotFoundError,
     PagemillError,
     PermissionDeniedError,
+    Pin,
     ResourceExhaustedError,
     RetryPolicy,
     Summary,
@@ -310,6 +311,7 @@ async def test_the_server_tells_about_itself(client: AsyncClient) -> None:
     with pytest.raises(NotFoundError, match="no model other"):
         await client.model_info("other")
     load = await client.load()
+    assert load.pinned_blocks == 3
     assert (load.running, load.total_blocks, load.recent_steps) == (1, 8, None)
 
 
@@ -327,3 +329,16 @@ async def test_health_says_whether_the_server_can_answer(
     assert await client.health()
     script.serving = False
     assert not await client.health()
+
+
+async def test_a_prefix_is_pinned_for_a_time_and_let_go(
+    client: AsyncClient, script: ScriptedServer
+) -> None:
+    pin = await client.pin([7] * 40, 60.0, salt="pepper", tenant="acme", model="demo")
+    assert pin == Pin("p1", 2)
+    (asked,) = script.pins
+    assert (len(asked.token_ids), asked.time_to_live_s) == (40, 60.0)
+    assert (asked.salt, asked.tenant, asked.model) == ("pepper", "acme", "demo")
+    await client.unpin(pin.pin_id)
+    with pytest.raises(NotFoundError, match="no such pin"):
+        await client.unpin("p2")

@@ -38,6 +38,8 @@ def test_every_call_has_its_twin(client: Client) -> None:
     assert client.load().running == 1
     assert client.abort(["r1"]).aborted == ("r1",)
     assert client.abort_all().aborted == ()
+    assert client.pin([7] * 16, 1.0).num_blocks == 1
+    client.unpin("p1")
     assert client.health()
 
 

@@ -12,6 +12,7 @@ from pagemill.v1 import generation_pb2, inference_pb2
 VALUES: dict[str, Any] = {
     "model": "demo",
     "request_id": "r1",
+    "tenant": "a",
     "priority": -3,
     "temperature": 0.0,
     "top_k": -1,

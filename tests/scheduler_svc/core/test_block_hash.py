@@ -13,6 +13,7 @@ from scheduler_svc.core.block_hash import (
     NO_EXTRA_KEYS,
     Adapter,
     BlockHash,
+    Chain,
     ContentSpan,
     ExtraKeys,
     HashAlgorithm,
@@ -190,3 +191,27 @@ def test_scenario_27_processes_agree_by_our_seed_and_not_by_pythons(
             check=True,
         )
         assert printed.stdout.strip() == expected
+
+
+@given(
+    algorithm=algorithms,
+    requests=st.lists(
+        st.tuples(extra_keys(), st.lists(token_ids, min_size=8, max_size=8), st.booleans()),
+        min_size=1,
+        max_size=7,
+    ),
+)
+def test_the_next_blocks_of_many_are_named_like_those_of_each(
+    algorithm: HashAlgorithm, requests: list[tuple[ExtraKeys, list[int], bool]]
+) -> None:
+    chains: list[Chain] = []
+    tokens: list[int] = []
+    expected = []
+    for extra, ids, is_first in requests:
+        first, second = names(ids, extra, algorithm=algorithm)
+        root = algorithm.root("", POOL)
+        chains.append((root, extra, 0) if is_first else (first, extra, 4))
+        tokens += ids[:4] if is_first else ids[4:]
+        expected.append(first if is_first else second)
+    view = memoryview(array("i", tokens))
+    assert algorithm.hash_next_blocks(view, 4, chains) == expected

@@ -31,6 +31,7 @@ class PoolAgainstTables(RuleBasedStateMachine):
         self.tables: list[list[BlockId]] = []
         self.names: dict[BlockId, BlockHash] = {}
         self.pins: dict[int, list[BlockId]] = {}
+        self.expiry: dict[int, int] = {}
 
     @initialize(policy=st.sampled_from(POLICIES))
     def choose_policy(self, policy: str) -> None:
@@ -86,16 +87,23 @@ class PoolAgainstTables(RuleBasedStateMachine):
         self.pins = {n: left for n, left in {**self.pins, **cut}.items() if left}
 
     @precondition(lambda self: self.names)
-    @rule(data=st.data())
-    def pin(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), expires_ns=st.integers(1, 9))
+    def pin(self, data: st.DataObject, expires_ns: int) -> None:
         named = st.sampled_from(sorted(self.names))
         blocks = data.draw(st.lists(named, min_size=1, unique=True))
         would_be = {*blocks, *self.pinned()}
         if len(would_be) > MAX_PINNED or len(self.pins) == MAX_PINNED:
             with pytest.raises(PinQuotaError):
-                self.pool.pin(blocks, 0)
+                self.pool.pin(blocks, expires_ns)
             return
-        self.pins[self.pool.pin(blocks, 0).number] = blocks
+        number = self.pool.pin(blocks, expires_ns).number
+        self.pins[number] = blocks
+        self.expiry[number] = expires_ns
+
+    @rule(now_ns=st.integers(0, 6))
+    def let_time_pass(self, now_ns: int) -> None:
+        self.pool.set_time(now_ns)
+        self.pins = {n: blocks for n, blocks in self.pins.items() if self.expiry[n] > now_ns}
 
     @precondition(lambda self: self.pins)
     @rule(data=st.data())
@@ -127,6 +135,8 @@ class PoolAgainstTables(RuleBasedStateMachine):
         assert self.pool.num_used == len(in_use)
         assert self.pool.num_idle_cached == len(self.names.keys() - in_use)
         assert self.pool.num_pinned == len(self.pinned())
+        due = min((self.expiry[number] for number in self.pins), default=None)
+        assert self.pool._pins.next_expiry_ns == due
         assert self.pool.num_free == NUM_BLOCKS - len(in_use | self.pinned())
         assert [pin.blocks for pin in self.pool._pins] == list(self.pins.values())
         free_in_use = {b for b in in_use if sum(table.count(b) for table in self.tables) == 1}
@@ -157,6 +167,16 @@ def test_a_twin_takes_over_when_the_first_holder_is_evicted() -> None:
     pool.release([first])
     assert pool.allocate(1) == [first]
     assert pool.lookup(BlockHash(b"n")) == second
+
+
+def test_a_name_with_another_block_was_not_evicted() -> None:
+    pool = BlockPool(2)
+    first, second = pool.allocate(2)
+    for block in (first, second):
+        pool.publish(block, BlockHash(b"n"))
+    pool.release([first])
+    pool.allocate(1)
+    assert not pool.was_evicted(BlockHash(b"n"))
 
 
 def test_the_check_bites() -> None:

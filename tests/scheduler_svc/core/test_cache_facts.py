@@ -120,6 +120,14 @@ def test_a_flushed_name_counts_as_unseen() -> None:
     assert run(table, [1] * 8).miss_reason is MissReason.UNSEEN
 
 
+def test_a_flush_forgets_what_was_evicted_before() -> None:
+    table = bench(4)
+    run(table, [1] * 8)
+    run(table, [2] * 16)
+    table.scheduler.flush_cache()
+    assert run(table, [1] * 8).miss_reason is MissReason.UNSEEN
+
+
 @pytest.mark.parametrize("read", [True, False])
 def test_misses_are_counted_in_tokens_by_reason(read: bool) -> None:
     table = bench()

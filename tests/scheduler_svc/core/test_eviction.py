@@ -140,7 +140,7 @@ class ReuseAwareAgainstModel(PolicyAgainstModel):
 
 
 for machine in (LruAgainstModel, ReuseAwareAgainstModel):
-    machine.TestCase.settings = settings(deadline=None, max_examples=100)
+    machine.TestCase.settings = settings(deadline=None, max_examples=50)
 TestLruAgainstModel = LruAgainstModel.TestCase
 TestReuseAwareAgainstModel = ReuseAwareAgainstModel.TestCase
 

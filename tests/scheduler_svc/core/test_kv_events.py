@@ -143,6 +143,18 @@ def test_a_name_that_two_blocks_have_is_told_once_and_removed_with_the_last() ->
     assert removed.count(BlockRemoved(names_of(prompt)[0])) == 1
 
 
+def test_new_names_with_an_old_one_between_are_two_events() -> None:
+    prompt = list(range(4 * BLOCK_SIZE))
+    names, log = names_of(prompt), KvEventLog()
+    log.add_stored(names, [0, 2, 3], memoryview(array("i", prompt)), BLOCK_SIZE, "")
+    first, second = log.take()
+    assert isinstance(first, BlocksStored)
+    assert isinstance(second, BlocksStored)
+    assert (first.names, first.parent) == ((names[0],), b"")
+    assert (second.names, second.parent) == ((names[2], names[3]), names[1])
+    assert second.token_ids == packed(prompt[2 * BLOCK_SIZE :])
+
+
 def test_a_retracted_name_is_removed() -> None:
     table = event_bench(8)
     table.send(request("x", [1] * (2 * BLOCK_SIZE + 1), 4))
@@ -222,7 +234,7 @@ def test_a_replica_made_of_events_equals_the_index_at_every_moment(
                     table.send(requests[-1])
             case "abort" if requests:
                 aborted = requests[what.number % len(requests)]
-                if aborted.request_id in scheduler._state.live:
+                if aborted.key in scheduler._state.live:
                     scheduler.abort(aborted, table.now_ns)
             case "flush":
                 scheduler.flush_cache()

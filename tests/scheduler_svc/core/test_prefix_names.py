@@ -5,6 +5,7 @@ Scenarios are numbered as in the reference, section 11.2.
 
 from array import array
 from collections import Counter, deque
+from collections.abc import Sequence
 
 import pytest
 from hypothesis import given, settings
@@ -15,6 +16,7 @@ from scheduler_svc.core.block_hash import (
     NO_EXTRA_KEYS,
     Adapter,
     BlockHash,
+    Chain,
     ContentSpan,
     ExtraKeys,
     HashAlgorithm,
@@ -58,6 +60,13 @@ class CountingHash:
         names = SHA256.hash_full_blocks(tokens, block_size, parent, extra, start)
         self.num_tokens[extra.salt] += len(names) * block_size
         return names
+
+    def hash_next_blocks(
+        self, tokens: memoryview, block_size: int, chains: Sequence[Chain]
+    ) -> list[BlockHash]:
+        for _, extra, _ in chains:
+            self.num_tokens[extra.salt] += block_size
+        return SHA256.hash_next_blocks(tokens, block_size, chains)
 
 
 def request(

@@ -55,7 +55,7 @@ async def test_an_abort_ends_every_hypothesis_with_no_token(steps: int) -> None:
                 await until(lambda: bool(bench.group.plans))
                 bench.group.answer()
             await until(lambda: len(bench.records) == steps)
-            assert bench.door.abort(["beams"]) == (["beams"], [])
+            assert bench.door.abort("", ["beams"]) == (["beams"], [])
             assert bench.holds_nothing()
             tokens, ends, account = await read_all(stream)
     assert tokens == {0: [], 1: []}

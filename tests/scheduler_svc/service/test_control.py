@@ -95,6 +95,25 @@ async def test_live_requests_are_aborted_and_others_named(served: Loopback) -> N
     assert not (await served.control.Abort(AbortRequest(all=True))).aborted
 
 
+async def test_a_tenant_ends_its_own_requests_only(served: Loopback) -> None:
+    served.door.step_s = 0.01
+    streams = {}
+    for tenant in ("a", "b"):
+        asked = GenerateRequest(request_id="same", tenant=tenant, text="ab")
+        streams[tenant] = aiter(served.inference.Generate(asked))
+        await anext(streams[tenant])
+    with pytest.raises(aio.AioRpcError) as refused:
+        await served.control.Abort(AbortRequest(request_ids=["same"]))
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
+    assert not (await served.control.Abort(AbortRequest(all=True))).aborted
+    answer = await served.control.Abort(AbortRequest(request_ids=["same"], tenant="a"))
+    assert list(answer.aborted) == ["same"]
+    assert await reason_of(streams["a"]) == FINISH_REASON_ABORT
+    assert [tenant for tenant, _ in served.door.live] == ["b"]
+    await served.control.Abort(AbortRequest(all=True, tenant="b"))
+    assert await reason_of(streams["b"]) == FINISH_REASON_ABORT
+
+
 async def reason_of(stream: AsyncIterator[GenerateResponse]) -> int:
     *_, last = [response async for response in stream]
     return last.finished[0].reason

@@ -13,11 +13,13 @@ from fake_worker import generate_alone
 from scheduler_svc.core.errors import (
     DeadlineError,
     DuplicateRequestError,
+    HopelessDeadlineError,
     InvariantError,
     QueueFullError,
     UnavailableError,
 )
 from scheduler_svc.core.request import FinishReason, MissReason, Request
+from scheduler_svc.core.step_pace import StepPace
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -97,13 +99,13 @@ async def test_abort_ends_the_named_streams_and_names_the_unknown() -> None:
         bench.door.open(submission("one", [1], 100)) as one,
         bench.door.open(submission("two", [2], 3)) as two,
     ):
-        assert bench.door.abort(["one", "nobody", "one"]) == (["one"], ["nobody"])
+        assert bench.door.abort("", ["one", "nobody", "one"]) == (["one"], ["nobody"])
         _, finish, _ = await read(one)
         assert finish.reason is FinishReason.ABORT
-        assert bench.door.abort(["one"]) == ([], ["one"])
+        assert bench.door.abort("", ["one"]) == ([], ["one"])
         tokens, _, _ = await read(two)
         assert tokens == generate_alone([2], 3, frozenset())
-        assert bench.door.abort(None) == ([], [])
+        assert bench.door.abort("", None) == ([], [])
 
 
 async def test_without_a_worker_requests_wait_and_then_are_unavailable() -> None:
@@ -181,8 +183,8 @@ async def test_a_result_that_fits_no_plan_costs_the_worker_its_connection() -> N
         asking = asyncio.create_task(ask(bench.door, "r", [1], 4))
         await until(lambda: bool(bench.group.plans))
         bench.group.give(no_tokens(step_id=0))
-        await until(lambda: bool(bench.group.rejected))
-        assert bench.group.rejected == ["step 0 gave 0 tokens, expected 1"]
+        await until(lambda: bool(bench.group.dropped))
+        assert bench.group.dropped == ["step 0 gave 0 tokens, expected 1"]
         bench.group.eager = True
         bench.group.join(NUM_BLOCKS)
         assert await asking == generate_alone([1], 4, frozenset())
@@ -263,7 +265,7 @@ async def test_a_record_tells_a_step_in_order_of_time() -> None:
     first = bench.records[0]
     assert (first.step_id, first.epoch_number) == (0, 1)
     assert (first.num_rows, first.num_tokens, first.num_sampled) == (1, 3, 1)
-    assert first.request_ids == ("r",)
+    assert first.request_keys == (("", "r"),)
     assert (first.wait_ns, first.execute_ns, first.codec_ns) == (1, 10, 5)
     stamps = [
         first.schedule_begin_ns,
@@ -294,7 +296,7 @@ async def test_a_chosen_step_carries_its_trace_to_the_worker_and_to_the_record()
 async def test_a_contradiction_met_at_the_door_ends_the_loop(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def contradict(_request: Request, _now_ns: int) -> None:
+    def contradict(_request: Request, _now_ns: int, _pace: StepPace) -> None:
         raise InvariantError("planted")
 
     bench = Bench()
@@ -306,3 +308,49 @@ async def test_a_contradiction_met_at_the_door_ends_the_loop(
     async with asyncio.timeout(10):
         with pytest.raises(InvariantError):
             await loop
+
+
+async def test_work_that_cannot_start_in_time_is_refused_at_once() -> None:
+    async with running(Bench()) as bench:
+        for number in range(3):
+            await ask(bench.door, f"warm{number}", [number], 20)
+        bench.group.eager = False
+        bench.group.execute_ns = 10**9
+        others = [
+            asyncio.create_task(ask(bench.door, f"r{number}", [number] * 16, 64))
+            for number in range(40)
+        ]
+        for _ in range(64):
+            await until(lambda: bool(bench.group.plans))
+            bench.group.answer()
+        await until(lambda: bool(bench.group.plans))
+        soon_ns = time.monotonic_ns() + 3 * 10**9
+        with pytest.raises(HopelessDeadlineError, match=r"the earliest start in \d+\.000 s"):
+            async with bench.door.open(submission("hurried", [1], deadline_ns=soon_ns)):
+                pytest.fail("it was let in")
+        later_ns = time.monotonic_ns() + 600 * 10**9
+        async with bench.door.open(submission("patient", [1], deadline_ns=later_ns)):
+            assert bench.scheduler.num_waiting > 20
+        for other in others:
+            other.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        assert bench.holds_nothing()
+
+
+async def test_a_deadline_that_passes_in_the_queue_costs_no_step() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        others = [asyncio.create_task(ask(bench.door, f"r{i}", [i], 1)) for i in range(4)]
+        await until(lambda: bench.scheduler.num_running == 4)
+        deadline_ns = time.monotonic_ns() + 20_000_000
+        async with bench.door.open(submission("late", [1], deadline_ns=deadline_ns)) as late:
+            # The loop sleeps past the deadline, so that a row is free before the timer is due.
+            time.sleep(0.03)
+            while bench.group.plans:
+                bench.group.answer()
+            async with asyncio.timeout(10):
+                with pytest.raises(DeadlineError):
+                    await read(late)
+        await asyncio.gather(*others)
+        assert not bench.group.plans
+        assert late.account().first_scheduled_ns is None

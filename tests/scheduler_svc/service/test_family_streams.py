@@ -10,7 +10,7 @@ from engine_bench import NUM_BLOCKS, Bench, running
 from engine_door_use import ask, read_all, submission, until
 from fake_worker import generate_alone
 from scheduler_svc.core.errors import DeadlineError, InvalidRequestError, SlowReaderError
-from scheduler_svc.core.request import FinishReason
+from scheduler_svc.core.request import FinishReason, RequestKey
 from scheduler_svc.service import token_stream
 from scheduler_svc.service.engine_door import Submission
 
@@ -136,7 +136,7 @@ async def test_an_abort_ends_every_sequence_before_its_fork_and_behind_it(steps:
         bench.group.eager = False
         async with bench.door.open(family()) as stream:
             await answer(bench, steps)
-            assert bench.door.abort(["family"]) == (["family"], [])
+            assert bench.door.abort("", ["family"]) == (["family"], [])
             assert bench.holds_nothing()
             tokens, ends, account = await read_all(stream)
         assert tokens == {index: alone(index, steps) for index in range(3)}
@@ -223,4 +223,5 @@ async def test_more_sequences_than_rows_never_reach_the_queue() -> None:
 async def test_a_step_names_a_request_once_whatever_its_sequences() -> None:
     async with running(Bench()) as bench, bench.door.open(family()) as stream:
         await read_all(stream)
-    assert {record.request_ids for record in bench.records if record.num_sampled} == {("family",)}
+    named = {record.request_keys for record in bench.records if record.num_sampled}
+    assert named == {(RequestKey("", "family"),)}

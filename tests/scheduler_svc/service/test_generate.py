@@ -245,7 +245,7 @@ async def test_an_aborted_stream_ends_well_with_its_reason(served: Loopback) -> 
     served.door.step_s = 0.01
     responses = aiter(served.inference.Generate(GenerateRequest(request_id="r1", text="ab")))
     await anext(responses)
-    served.door.abort(["r1"])
+    served.door.abort("", ["r1"])
     *_, last = [response async for response in responses]
     assert last.finished[0].reason == FINISH_REASON_ABORT
     assert last.HasField("summary")

@@ -17,6 +17,7 @@ from pagemill.v1.admin_pb2 import FlushCacheRequest, PinRequest, UnpinRequest
 from pagemill.v1.admin_pb2_grpc import AdminStub
 from pagemill.v1.control_pb2 import GetLoadRequest
 from pagemill.v1.control_pb2_grpc import ControlStub
+from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import PinQuotaError, PrefixNotCachedError
 from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.service.public_services import add_public_services
@@ -54,9 +55,9 @@ def wish(**changes: object) -> PinRequest:
 
 
 async def test_a_prefix_is_pinned_and_let_go(served: Loopback) -> None:
-    pinned = await served.admin.Pin(wish(model="toy", salt="pepper"))
+    pinned = await served.admin.Pin(wish(model="toy", salt="pepper", tenant="acme"))
     assert (pinned.pin_id, pinned.num_blocks) == ("p1", 2)
-    assert served.door.pins == {"p1": (PREFIX, b"pepper", 60.0)}
+    assert served.door.pins == {"p1": (PREFIX, ExtraKeys(b"pepper", b"acme"), 60.0)}
     await served.admin.Unpin(UnpinRequest(pin_id="p1"))
     assert served.door.pins == {}
     with pytest.raises(aio.AioRpcError) as refused:

@@ -136,6 +136,8 @@ INVALID = [
     (with_sampling(allowed_token_ids=[1] * 273), "sampling.allowed_token_ids", "has 273 ids"),
     (with_sampling(allowed_token_ids=[300]), "sampling.allowed_token_ids", "the id 300"),
     (with_sampling(bad_words=["a", ""]), "sampling.bad_words", "[1] is empty"),
+    (asking(tenant="x" * 257), "tenant", "has 257 bytes, must have at most 256"),
+    (asking(tenant="a\nb"), "tenant", "must be printable text"),
     (with_stopping(max_tokens=0), "stopping.max_tokens", "is 0, must be in [1, ∞)"),
     (with_stopping(max_tokens=63), "stopping.max_tokens", "is 63, must be at most 62"),
     (with_stopping(max_tokens=2**32 - 1), "stopping.max_tokens", "must be at most 62"),
@@ -193,7 +195,6 @@ async def test_a_bad_value_is_refused_with_its_field_and_bound(
 
 
 NOT_SERVED = [
-    (asking(tenant="other"), "tenant"),
     (asking(adapter="lora"), "adapter"),
     (asking(guide=Guide(regex="a+")), "guide"),
     (GenerateRequest(token_ids=PROMPT, embeddings=[EmbeddingSpan(content_id="x")]), "embeddings"),
@@ -256,6 +257,11 @@ async def test_beams_do_not_draw_whatever_the_model_recommends() -> None:
     for sampling in (neutral, Sampling(temperature=0, seed=5)):
         submission = await read(asking(beam=BeamSearch(width=2), sampling=sampling), front)
         assert submission.sampling == CoreSampling(temperature=0.0, seed=5)
+
+
+async def test_the_tenant_is_taken_as_it_is() -> None:
+    assert (await read(asking())).tenant == ""
+    assert (await read(asking(tenant="Ä, Ltd. = 1"))).tenant == "Ä, Ltd. = 1"
 
 
 async def test_only_served_names_are_models() -> None:

@@ -148,7 +148,7 @@ async def test_an_abort_ends_the_sequences_that_are_left(served: Loopback) -> No
     request.request_id = "r1"
     stream = aiter(served.inference.Generate(request))
     responses = [await anext(stream), await anext(stream)]
-    served.door.abort(["r1"])
+    served.door.abort("", ["r1"])
     responses += [response async for response in stream]
     reasons = [finished.reason for _, finished in sorted(ends(responses).items())]
     assert reasons == [FINISH_REASON_STOP, FINISH_REASON_ABORT, FINISH_REASON_ABORT]

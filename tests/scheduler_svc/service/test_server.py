@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import json
 import signal
 import tempfile
 from collections.abc import Iterator
@@ -14,8 +15,13 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from fake_worker import generate_alone
 from fake_worker_process import Connection, WireWorker, working
+from pagemill.v1.admin_pb2 import PinRequest, UnpinRequest
+from pagemill.v1.admin_pb2_grpc import AdminStub
+from pagemill.v1.control_pb2 import SubscribeKvEventsRequest
+from pagemill.v1.control_pb2_grpc import ControlStub
 from scheduler_process import (
     Answer,
+    SchedulerProcess,
     generate,
     is_serving,
     model_hello,
@@ -278,3 +284,51 @@ async def test_a_failed_part_ends_the_process_with_a_logged_error(model: Path) -
     assert status == 1
     assert stderr.splitlines()[-1].count("planted") == 1
     assert all(line.startswith("timestamp=") for line in stderr.splitlines())
+
+
+async def metrics_page(running: SchedulerProcess) -> str:
+    """Read the page whose address the first line of the log tells."""
+    if running.process.stderr is None:
+        raise AssertionError("no pipe")
+    async with asyncio.timeout(10):
+        told = json.loads(await running.process.stderr.readline())["metrics"]
+        reader, writer = await asyncio.open_connection(*told.split(":"))
+        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+        page = (await reader.read(-1)).decode()
+        writer.close()
+    return page
+
+
+async def test_pins_events_and_residency_are_served_as_set(model: Path) -> None:
+    flags = (
+        *("--max-pinned-share", "0.5", "--eviction-policy", "reuse-aware"),
+        *("--enable-kv-cache-events", "--kv-events-buffer", "100"),
+        *("--kv-cache-metrics", "--kv-cache-metrics-sample", "1"),
+        *("--metrics-listen", "127.0.0.1:0", "--log-format", "json"),
+    )
+    async with (
+        scheduler(model, *flags) as running,
+        aio.insecure_channel(running.address) as channel,
+        working(running.workers, WireWorker(4, 8), model_hello()),
+    ):
+        await until_serving(channel)
+        control, admin = ControlStub(channel), AdminStub(channel)
+        events = aiter(control.SubscribeKvEvents(SubscribeKvEventsRequest()))
+        async with asyncio.timeout(20):
+            assert (await anext(events)).snapshot
+            await generate(channel, PROMPT, 4)
+            (stored, *_) = (await anext(events)).events
+        assert len(stored.stored.block_hashes) == 1
+        pinned = await admin.Pin(PinRequest(token_ids=PROMPT, time_to_live_s=60), timeout=10)
+        assert pinned.num_blocks == 1
+        for token in (0, 1, 2):
+            await generate(channel, [token] * 12, 4)
+        assert (await generate(channel, PROMPT, 4)).cached_tokens == 4
+        await admin.Unpin(UnpinRequest(pin_id=pinned.pin_id), timeout=10)
+        page = await metrics_page(running)
+        running.send(signal.SIGTERM)
+        status, _, stderr = await running.end()
+    assert status == 0
+    assert '"cause": "unpinned"' in stderr
+    counted = [line for line in page.splitlines() if "lifetime_seconds_count" in line]
+    assert float(counted[0].split()[-1]) > 0

@@ -37,7 +37,7 @@ def record(step_id: int, period_ms: int = 30) -> StepRecord:
         sample_ns=1 * MS,
         execute_ns=8 * MS,
         codec_ns=1 * MS,
-        request_ids=(),
+        request_keys=(),
         traceparent="",
     )
 

@@ -18,6 +18,7 @@ from otlp_receiver import Receiver, attributes, otlp_receiver
 from pagemill.v1.generation_pb2 import Sampling, Stopping
 from pagemill.v1.inference_pb2 import GenerateRequest
 from scheduler_svc.core.errors import NeverFitsError, RequestError, UnavailableError
+from scheduler_svc.core.request import RequestKey
 from scheduler_svc.service.engine_door import Account
 from scheduler_svc.service.request_trace import request_parts
 from scheduler_svc.service.tracing import Tracing, tracing
@@ -285,18 +286,24 @@ def test_the_parts_of_a_request_are_its_whole_time(
     assert position == end_ns
 
 
+OF_A_TENANT = GenerateRequest(
+    request_id="r1", tenant="a", text="ab", stopping=Stopping(max_tokens=5)
+)
+
+
 async def test_a_chosen_step_is_a_trace_of_its_own_linked_with_its_requests(
     receiver: Receiver, traces: Tracing, served: Loopback
 ) -> None:
     served.door.step_s = 0.02
-    stream = aiter(served.inference.Generate(FIVE, metadata=SAMPLED))
+    stream = aiter(served.inference.Generate(OF_A_TENANT, metadata=SAMPLED))
     await anext(stream)
     assert [bool(traces.steps.traceparent(step_id)) for step_id in range(6)] == [
         *(True, False, False, False),
         *(True, False),
     ]
     traceparent = traces.steps.traceparent(8)
-    record = step_record(8, request_ids=("r1", "not traced"), traceparent=traceparent)
+    keys = RequestKey("a", "r1"), RequestKey("", "r1"), RequestKey("a", "not traced")
+    record = step_record(8, request_keys=keys, traceparent=traceparent)
     traces.steps.step(record)
     async for _ in stream:
         pass
@@ -313,6 +320,7 @@ async def test_a_chosen_step_is_a_trace_of_its_own_linked_with_its_requests(
     assert [(link.trace_id, link.span_id) for link in request.links] == [
         (step.trace_id, step.span_id)
     ]
+    assert attributes(list(request.attributes))["pagemill.tenant"] == "a"
     said = attributes(list(step.attributes))
     assert said["pagemill.step.id"] == 8
     assert said["pagemill.step.traced_for"] == "sample"
