@@ -76,7 +76,7 @@ CASES = [
     pytest.param(
         ask(token_ids=ids(*[1] * 600), sampling=Sampling(n=4), stopping=Stopping(max_tokens=400)),
         INVALID,
-        "1024",
+        "each of 4 sequences",
         id="sequences longer than the pool",
     ),
     pytest.param(
