@@ -32,6 +32,8 @@ def receive_candidates(
     family.received[lane] = candidates
     if len(family.received) < len(family.lanes):
         return
+    # Before others share its blocks, or they would name them again.
+    state.prefixes.publish_filled(pool)
     root, search = family.root, family.search
     root.first_token_ns = root.first_token_ns or now_ns
     search.max_output = root.limit - root.num_prompt_tokens

@@ -236,7 +236,8 @@ def test_nothing_is_delivered_before_the_end() -> None:
     while table.scheduler.has_work:
         outcome = table.turn()
         assert outcome is not None
-        assert outcome.tokens == outcome.requests == []
+        assert not outcome.tokens
+        assert not outcome.requests
         finished += outcome.finished
     assert finished == [each]
     assert each.members == (each,)
