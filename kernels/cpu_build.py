@@ -39,28 +39,23 @@ def runs_natively(device: torch.device) -> bool:
     return device.type == "cpu" and os.environ.get("TRITON_INTERPRET", "0") in {"0", ""}
 
 
-@functools.cache
 def native_code() -> ctypes.CDLL | None:
-    """Return the kernels, compiled if this machine has not done so yet; None if it cannot.
-
-    `why_no_native_code` gives the reason. Both are settled once per process.
-    """
-    try:
-        return build_and_load(cache_folder(os.environ))
-    except NoNativeCodeError:
-        return None
+    """Return the kernels, compiled if this machine has not done so yet; None if it cannot."""
+    return _settled()[0]
 
 
-@functools.cache
 def why_no_native_code() -> str | None:
     """Return why there is no native code on this machine; None if there is."""
-    if native_code() is not None:
-        return None
+    return _settled()[1]
+
+
+@functools.cache
+def _settled() -> tuple[ctypes.CDLL | None, str | None]:
+    """Find out once per process."""
     try:
-        build_and_load(cache_folder(os.environ))
+        return build_and_load(cache_folder(os.environ)), None
     except NoNativeCodeError as error:
-        return str(error)
-    return None
+        return None, str(error)
 
 
 def cache_folder(environment: Mapping[str, str]) -> Path:

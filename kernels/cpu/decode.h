@@ -27,8 +27,9 @@ struct DotFp32 {
         for (int64_t h = 0; h < heads;) {
             const float* query = q + h * width(D);
             float* out = products + h * TILE;
-            int64_t step = heads - h >= 4 ? 4 : heads - h >= 2 ? 2 : 1;
+            int64_t step = heads - h >= 4 ? 4 : heads - h;
             if (step == 4) dot<4>(query, k + offset, rows, D, out, h == 0);
+            if (step == 3) dot<3>(query, k + offset, rows, D, out, h == 0);
             if (step == 2) dot<2>(query, k + offset, rows, D, out, h == 0);
             if (step == 1) dot<1>(query, k + offset, rows, D, out, h == 0);
             h += step;
@@ -64,14 +65,17 @@ struct DotFp32 {
                            const TileRows& rows, int64_t offset, int64_t D, float* acc, float*) {
         for (int64_t h = 0; h < heads;) {
             const float* w = weights + h * TILE;
-            int64_t step = heads - h >= 4 ? 4 : heads - h >= 2 ? 2 : 1;
+            int64_t step = heads - h >= 4 ? 4 : heads - h;
             for (int64_t d = 0; d < D;) {
                 const T* values = v + offset + d;
                 Block<T> block{w, shrink + h, values, rows, acc + h * width(D) + d, width(D),
                                D - d, h == 0};
-                if (step == 4) d += block.template run<4>();
-                if (step == 2) d += block.template run<2>();
-                if (step == 1) d += block.template run<1>();
+                switch (step) {
+                    case 4: d += block.template run<4>(); break;
+                    case 3: d += block.template run<3>(); break;
+                    case 2: d += block.template run<2>(); break;
+                    default: d += block.template run<1>();
+                }
             }
             h += step;
         }

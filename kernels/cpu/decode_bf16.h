@@ -35,6 +35,34 @@ struct DotBf16 {
         return _mm512_shuffle_f32x4(c[0], c[1], 0x88) + _mm512_shuffle_f32x4(c[0], c[1], 0xdd);
     }
 
+    // 32 numbers of 8 bits. Normal ones only need another bias; the few others are looked up, as
+    // products of bf16 take subnormal numbers for zero.
+    static __m512i to_bf16(__m256i bytes, const E4m3*) {
+        alignas(64) static const uint16_t subnormals[32] = {
+            0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+        return to_bf16(bytes, 4, 120, 8, subnormals, 0x7f, 0x7fc0);
+    }
+
+    static __m512i to_bf16(__m256i bytes, const E5m2*) {
+        alignas(64) static const uint16_t subnormals[32] = {0, 0x3780, 0x3800, 0x3840};
+        return to_bf16(bytes, 5, 112, 4, subnormals, 0x7c, 0x7f80);
+    }
+
+    static __m512i to_bf16(__m256i bytes, int shift, int bias, int num_subnormals,
+                           const uint16_t* subnormals, int first_special, int special) {
+        __m512i wide = _mm512_cvtepu8_epi16(bytes);
+        __m512i size = _mm512_and_si512(wide, _mm512_set1_epi16(0x7f));
+        __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), wide), 8);
+        __m512i moved = _mm512_slli_epi16(size, shift);
+        __m512i normal = _mm512_add_epi16(moved, _mm512_set1_epi16(bias << 7));
+        __m512i small = _mm512_permutexvar_epi16(size, _mm512_load_si512(subnormals));
+        __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(num_subnormals));
+        __mmask32 is_special = _mm512_cmpge_epu16_mask(size, _mm512_set1_epi16(first_special));
+        __m512i found = _mm512_mask_mov_epi16(normal, is_small, small);
+        __m512i infinite = _mm512_or_si512(moved, _mm512_set1_epi16(special));
+        return _mm512_or_si512(sign, _mm512_mask_mov_epi16(found, is_special, infinite));
+    }
+
     // Returns rows of bf16: those of the cache, or converted ones in `staging`.
     static const Bf16* rows_of(const Bf16* cache, const TileRows& rows, int64_t offset, int64_t,
                                float*, int64_t* starts) {
@@ -49,10 +77,11 @@ struct DotBf16 {
         int64_t padded = width(D);
         for (int64_t t = 0; t < rows.count; ++t) {
             starts[t] = t * padded;
-            const T* row = cache + rows.here[t] + offset;
-            for (int64_t d = 0; d < D; d += W) {
-                store(converted + starts[t] + d, load_some(row + d, D - d));
-                prefetch(cache + rows.next[t] + offset + d);
+            const T *row = cache + rows.here[t] + offset, *next = cache + rows.next[t] + offset;
+            for (int64_t d = 0; d < D; d += 32) {
+                if (d % 64 == 0) prefetch(next + d);
+                __m256i bytes = _mm256_maskz_loadu_epi8(first_of(D - d), row + d);
+                _mm512_storeu_si512(converted + starts[t] + d, to_bf16(bytes, row));
             }
         }
         return converted;
@@ -156,12 +185,13 @@ struct DotBf16 {
             }
         }
         for (int64_t h = 0; h < heads;) {
-            int64_t step = heads - h >= 4 ? 4 : heads - h >= 2 ? 2 : 1;
+            int64_t step = heads - h >= 4 ? 4 : heads - h;
             for (int64_t d = 0; d < D; d += 64) {
                 Block block{rounded + h * TILE, shrink + h, values + d, starts, rows.count,
                             acc + h * width(D) + d, width(D), D - d,
                             Ahead::of(v, rows, offset + d, h == 0)};
                 if (step == 4) block.run<4>();
+                if (step == 3) block.run<3>();
                 if (step == 2) block.run<2>();
                 if (step == 1) block.run<1>();
             }
@@ -247,11 +277,9 @@ struct DotBf16 {
 
     // Indices that take 16 elements of each source in turn, from `first` on.
     static __m512i interleaving(int first) {
-        int16_t index[32];
-        for (int i = 0; i < 16; ++i) {
-            index[2 * i] = first + i;
-            index[2 * i + 1] = 32 + first + i;
-        }
-        return _mm512_loadu_si512(index);
+        __m512i index = _mm512_set1_epi32(32 << 16);
+        __m512i count = _mm512_add_epi32(_mm512_set1_epi32(first), _mm512_setr_epi32(
+            0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        return _mm512_add_epi32(index, _mm512_or_si512(count, _mm512_slli_epi32(count, 16)));
     }
 };

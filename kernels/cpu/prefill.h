@@ -6,16 +6,15 @@
 
 constexpr int64_t KEYS = 64;    // of one tile
 constexpr int64_t ROWS = 192;   // of one tile, if the group of heads divides it
-constexpr int STRIP_ROWS = 6;   // of one block of registers
-constexpr int STRIP_VECS = W == 16 ? 4 : 2;
 
-// A matrix [depth, columns] is packed in panels of STRIP_VECS vectors (the last may be narrower),
-// within them depth by depth. DEPTH elements of a column stand together: what one instruction
-// multiplies and sums.
+// A matrix [depth, columns] is packed in panels of VECS vectors (the last may be narrower), within
+// them depth by depth. DEPTH elements of a column stand together: what one instruction multiplies
+// and sums. A block of registers is STRIP rows by VECS vectors, and a panel of 128 deep must leave
+// room in 32 KiB of cache.
 
 struct ProductFp32 {
     typedef float Element;
-    static constexpr int DEPTH = 1;
+    static constexpr int DEPTH = 1, STRIP = W == 16 ? 12 : 6, VECS = 2;
 
     static vec multiply(vec acc, const float* a, const float* b) {
         return acc + splat(*a) * load(b);
@@ -25,7 +24,7 @@ struct ProductFp32 {
 #ifdef BF16_DOT
 struct ProductBf16 {
     typedef Bf16 Element;
-    static constexpr int DEPTH = 2;
+    static constexpr int DEPTH = 2, STRIP = 6, VECS = 4;
 
     static vec multiply(vec acc, const Bf16* a, const Bf16* b) {
         int32_t pair;
@@ -41,47 +40,63 @@ template <class P, int VECS>
 static inline void strip(const typename P::Element* a, int64_t a_width,
                          const typename P::Element* b, int64_t depth, const float* factor, float* c,
                          int64_t width) {
-    vec sums[STRIP_ROWS][VECS];
-    for (int i = 0; i < STRIP_ROWS; ++i) {
+    vec sums[P::STRIP][VECS];
+#pragma GCC unroll 12
+    for (int i = 0; i < P::STRIP; ++i) {
+#pragma GCC unroll 4
         for (int j = 0; j < VECS; ++j) {
             sums[i][j] = factor ? load(c + i * width + j * W) * splat(factor[i]) : vec{};
         }
     }
     for (int64_t d = 0; d < depth; d += P::DEPTH) {
-        for (int i = 0; i < STRIP_ROWS; ++i) {
+#pragma GCC unroll 12
+        for (int i = 0; i < P::STRIP; ++i) {
+#pragma GCC unroll 4
             for (int j = 0; j < VECS; ++j) {
                 sums[i][j] = P::multiply(sums[i][j], a + i * a_width + d, b + j * W * P::DEPTH);
             }
         }
         b += VECS * W * P::DEPTH;
     }
-    for (int i = 0; i < STRIP_ROWS; ++i) {
+#pragma GCC unroll 12
+    for (int i = 0; i < P::STRIP; ++i) {
+#pragma GCC unroll 4
         for (int j = 0; j < VECS; ++j) store(c + i * width + j * W, sums[i][j]);
     }
 }
 
-// The same for whole matrices: a [rows, depth], b packed [depth, width], c [rows, width].
+// The same for whole matrices: a [rows, depth], b packed [depth, columns], c [rows, width].
 template <class P>
 static void multiply(const typename P::Element* a, int64_t a_width, int64_t rows,
                      const typename P::Element* b, int64_t b_depth, int64_t depth,
-                     const float* factors, float* c, int64_t width) {
-    for (int64_t column = 0; column < width; column += STRIP_VECS * W) {
+                     const float* factors, float* c, int64_t columns, int64_t width) {
+    for (int64_t column = 0; column < columns; column += P::VECS * W) {
         const typename P::Element* panel = b + column * b_depth;
-        for (int64_t row = 0; row < rows; row += STRIP_ROWS) {
+        for (int64_t row = 0; row < rows; row += P::STRIP) {
             const typename P::Element* strip_a = a + row * a_width;
             const float* factor = factors ? factors + row : nullptr;
             float* strip_c = c + row * width + column;
-            switch ((width - column) / W) {
-                case 1: strip<P, 1>(strip_a, a_width, panel, depth, factor, strip_c, width); break;
-                case 2: strip<P, 2>(strip_a, a_width, panel, depth, factor, strip_c, width); break;
-#ifdef WIDE
-                case 3: strip<P, 3>(strip_a, a_width, panel, depth, factor, strip_c, width); break;
-#endif
-                default:
-                    strip<P, STRIP_VECS>(strip_a, a_width, panel, depth, factor, strip_c, width);
+            int64_t vecs = (columns - column) / W;
+            if (vecs >= P::VECS) {
+                strip<P, P::VECS>(strip_a, a_width, panel, depth, factor, strip_c, width);
+            } else if (vecs == 1) {
+                strip<P, 1>(strip_a, a_width, panel, depth, factor, strip_c, width);
+            } else if (vecs == 2) {
+                strip<P, 2>(strip_a, a_width, panel, depth, factor, strip_c, width);
+            } else {
+                strip<P, 3>(strip_a, a_width, panel, depth, factor, strip_c, width);
             }
         }
     }
+}
+
+// Returns where column `column` of `columns` starts in a packed matrix, and how far it is from
+// there to the next DEPTH elements of it.
+template <class P>
+static inline int64_t packed_at(int64_t column, int64_t columns, int64_t depth, int64_t& stride) {
+    int64_t panel = column / (P::VECS * W) * (P::VECS * W);
+    stride = columns - panel < P::VECS * W ? columns - panel : P::VECS * W;
+    return panel * depth + (column - panel) * P::DEPTH;
 }
 
 // Writes W rows of 32-bit units as columns: to[u * stride + i] = from[i * from_stride + u].
@@ -135,13 +150,19 @@ static inline void convert_row(const T* from, int64_t D, To* to, int64_t width) 
     }
 }
 
-// Packs keys as [D, KEYS]. Keys from `count` on are zeros.
+template <class T>
+static inline void convert_row(const T* from, int64_t D, T* to, int64_t width) {
+    memcpy((void*)to, from, D * sizeof(T));
+    memset((void*)(to + D), 0, (width - D) * sizeof(T));
+}
+
+// Packs keys as [D, columns], columns a multiple of W. Keys from `count` on are zeros.
 template <class P, class T>
-static void pack_keys(const T* cache, const int64_t* rows, int64_t count, int64_t D,
-                      typename P::Element* packed, typename P::Element* staging) {
+static void pack_keys(const T* cache, const int64_t* rows, int64_t count, int64_t columns,
+                      int64_t D, typename P::Element* packed, typename P::Element* staging) {
     typedef typename P::Element Element;
-    int64_t width = round_up(D, 2 * W);
-    for (int64_t first = 0; first < KEYS; first += W) {
+    int64_t width = round_up(D, 2 * W), stride;
+    for (int64_t first = 0; first < columns; first += W) {
         for (int64_t i = 0; i < W; ++i) {
             if (first + i < count) {
                 convert_row(cache + rows[first + i], D, staging + i * width, width);
@@ -149,28 +170,26 @@ static void pack_keys(const T* cache, const int64_t* rows, int64_t count, int64_
                 memset((void*)(staging + i * width), 0, width * sizeof(Element));
             }
         }
-        int64_t panel = first / (STRIP_VECS * W) * (STRIP_VECS * W);
-        transpose((const uint32_t*)staging, width / P::DEPTH, D / P::DEPTH,
-                  (uint32_t*)packed + panel * (D / P::DEPTH) + first - panel, STRIP_VECS * W);
+        Element* to = packed + packed_at<P>(first, columns, D, stride);
+        transpose((const uint32_t*)staging, width / P::DEPTH, D / P::DEPTH, (uint32_t*)to, stride);
     }
 }
 
 // Packs values as [KEYS, width]. Values from `count` on are zeros, as far as products read them.
-template <class T>
+template <class P, class T>
 static void pack_values(const T* cache, const int64_t* rows, int64_t count, int64_t D,
                         int64_t width, float* packed, float*) {
-    for (int64_t t = 0; t < count; ++t) {
-        for (int64_t d = 0; d < width; d += W) {
-            int64_t panel = d / (STRIP_VECS * W) * (STRIP_VECS * W);
-            int64_t panel_width = width - panel < STRIP_VECS * W ? width - panel : STRIP_VECS * W;
+    for (int64_t d = 0; d < width; d += W) {
+        int64_t stride, at = packed_at<P>(d, width, KEYS, stride);
+        for (int64_t t = 0; t < count; ++t) {
             vec x = d < D ? load_some(cache + rows[t] + d, D - d) : vec{};
-            store(packed + panel * KEYS + t * panel_width + d - panel, x);
+            store(packed + at + t * stride, x);
         }
     }
 }
 
 #ifdef BF16_DOT
-template <class T>
+template <class P, class T>
 static void pack_values(const T* cache, const int64_t* rows, int64_t count, int64_t D,
                         int64_t width, Bf16* packed, Bf16* staging) {
     int64_t padded = round_up(D, 2 * W);
@@ -182,12 +201,11 @@ static void pack_values(const T* cache, const int64_t* rows, int64_t count, int6
             memset((void*)(staging + padded), 0, padded * sizeof(Bf16));
         }
         for (int64_t d = 0; d < width; d += W) {
-            int64_t panel = d / (STRIP_VECS * W) * (STRIP_VECS * W);
-            int64_t panel_width = width - panel < STRIP_VECS * W ? width - panel : STRIP_VECS * W;
+            int64_t stride, at = packed_at<P>(d, width, KEYS, stride);
             __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256((__m256i*)(staging + d)));
             __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256((__m256i*)(staging + padded + d)));
             __m512i pairs = _mm512_or_si512(a, _mm512_slli_epi32(b, 16));
-            _mm512_storeu_si512(packed + panel * KEYS + t * panel_width + 2 * (d - panel), pairs);
+            _mm512_storeu_si512(packed + at + t * stride, pairs);
         }
     }
 }
@@ -212,7 +230,7 @@ struct PrefillScratch {
 
     // Lays the parts out from `base` on; returns how many floats they take.
     int64_t lay_out(const Attention& a, float* base) {
-        rows = round_up(tokens_per_tile(a) * (a.H / a.G), STRIP_ROWS);
+        rows = round_up(tokens_per_tile(a) * (a.H / a.G), P::STRIP);
         width = round_up(a.D, W);
         float* next = base;
         auto take = [&](int64_t floats) {
@@ -279,7 +297,7 @@ static void prefill(const Attention& a, const PrefillItem& item, float* base) {
     int64_t end = num_cached + item.first + item.count;
     int64_t begin = num_cached + item.first + 1 - a.window;
     if (a.window == 0 || begin < 0) begin = 0;
-    int64_t padded_rows = round_up(num_rows, STRIP_ROWS), query_width = round_up(D, 2 * W);
+    int64_t padded_rows = round_up(num_rows, P::STRIP), query_width = round_up(D, 2 * W);
     memset((void*)s.queries, 0, padded_rows * query_width * sizeof(*s.queries));
     memset(s.acc, 0, padded_rows * s.width * sizeof(float));
     memset((void*)s.weights, 0, padded_rows * KEYS * sizeof(*s.weights));
@@ -297,12 +315,14 @@ static void prefill(const Attention& a, const PrefillItem& item, float* base) {
     for (int64_t key = begin; key < end; key += KEYS) {
         int64_t count = end - key < KEYS ? end - key : KEYS;
         for (int64_t t = 0; t < count; ++t) at[t] = slots[key + t] + g * D;
-        pack_keys<P>((const T*)a.k_cache, at, count, D, s.keys, s.staging);
-        pack_values((const T*)a.v_cache, at, count, D, s.width, s.values, s.staging);
-        multiply<P>(s.queries, query_width, padded_rows, s.keys, D, D, nullptr, s.scores, KEYS);
+        int64_t columns = round_up(count, W);
+        pack_keys<P>((const T*)a.k_cache, at, count, columns, D, s.keys, s.staging);
+        pack_values<P>((const T*)a.v_cache, at, count, D, s.width, s.values, s.staging);
+        multiply<P>(s.queries, query_width, padded_rows, s.keys, D, D, nullptr, s.scores, columns,
+                    KEYS);
         weigh<P>(a, to_scores, item, num_cached, key, count, s);
         multiply<P>(s.weights, KEYS, padded_rows, s.values, KEYS, round_up(count, P::DEPTH),
-                    s.factors, s.acc, s.width);
+                    s.factors, s.acc, s.width, s.width);
     }
     for (int64_t r = 0; r < num_rows; ++r) {
         int64_t token = start + item.first + r / group, head = g * group + r % group;

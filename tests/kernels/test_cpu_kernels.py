@@ -3,12 +3,15 @@
 import ctypes
 import functools
 import os
+import sys
+from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from commands import run as run_program
 from kernels import cpu_layers
 from kernels import reference_layers as reference
 from kernels.checks import Scales, Store
@@ -17,6 +20,7 @@ from kernels.cpu_build import FLAGS, build_and_load, cache_folder
 from kernels.packed_linear import PackedLinear
 from kernels.reference_attention import quantise
 from paged_cases import HEADS, NAN, Case, assert_rounded_once, make_case
+from source_tree import ROOT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
@@ -238,24 +242,22 @@ def test_every_tie_and_special_value_is_stored_as_torch_stores_it(
     name: str, kv_dtype: torch.dtype
 ) -> None:
     numbers = torch.arange(256, dtype=torch.uint8).view(kv_dtype).float()
-    numbers = numbers[numbers.isfinite()].unique()
+    numbers = torch.tensor(sorted(set(numbers[numbers.isfinite()].tolist())))
     ties = (numbers[1:] + numbers[:-1]) / 2
     near = torch.cat([ties.nextafter(torch.tensor(side)) for side in (-1e9, 1e9)])
     extreme = torch.tensor([NAN, torch.inf, -torch.inf, 1e9, -1e9, 1e-12, -0.0])
     v = torch.cat([numbers, ties, near, extreme])
     v = torch.nn.functional.pad(v, (0, -len(v) % 8)).view(1, 1, -1)
     shape = (1, 1, 1, v.shape[2])
-    caches = [torch.zeros(shape).to(kv_dtype) for _ in "kv"]
+    k_cache, v_cache = (torch.zeros(shape).to(kv_dtype) for _ in "kv")
     angles = torch.zeros(1, v.shape[2] // 2)
     slots = torch.zeros(1, dtype=torch.int64)
-    cpu_layers.rotary(v.clone(), v, angles.cos(), angles, Store(v, *caches, slots),
+    cpu_layers.rotary(v.clone(), v, angles.cos(), angles, Store(v, k_cache, v_cache, slots),
                       code=variant(name))  # fmt: skip
     expected = quantise(v, None, kv_dtype).view(torch.uint8).flatten()
-    for cache in caches[1:]:
-        found = cache.view(torch.uint8).flatten()
-        nan = v.flatten().isnan()
-        assert torch.equal(found[~nan], expected[~nan])
-        assert cache.float().flatten()[nan].isnan().all()
+    found, nan = v_cache.view(torch.uint8).flatten(), v.flatten().isnan()
+    assert torch.equal(found[~nan], expected[~nan])
+    assert v_cache.float().flatten()[nan].isnan().all()
 
 
 @variants
@@ -305,19 +307,49 @@ def test_a_packed_linear_layer_is_a_linear_layer(
 
 def test_claims_of_the_docstrings_are_checked() -> None:
     case = make_case([(5, 1), (9, 1)])
-    columns = (case.k_cache, case.v_cache, case.block_tables, case.seq_lens)
+    k, v, tables, lengths = case.k_cache, case.v_cache, case.block_tables, case.seq_lens
     with pytest.raises(ValueError, match="q has 1 tokens, seq_lens 2"):
-        attend(case.q[:1], *columns, None, 1.0)
+        attend(case.q[:1], k, v, tables, lengths, None, 1.0)
     with pytest.raises(ValueError, match="query_start_loc is"):
-        attend(case.q, *columns, case.query_start_loc[1:], 1.0)
+        attend(case.q, k, v, tables, lengths, case.query_start_loc[1:], 1.0)
     with pytest.raises(ValueError, match="window is 0"):
-        attend(case.q, *columns, None, 1.0, window=0)
+        attend(case.q, k, v, tables, lengths, None, 1.0, window=0)
+    k, v = k[..., :12].contiguous(), v[..., :12].contiguous()
     with pytest.raises(ValueError, match="head_dim is 12, must be a multiple of 8"):
-        attend(case.q[..., :12], *(c[..., :12].contiguous() for c in columns[:2]), *columns[2:],
-               None, 1.0)  # fmt: skip
+        attend(case.q[..., :12], k, v, tables, lengths, None, 1.0)
     with pytest.raises(ValueError, match="weight is"):
         cpu_layers.rms_norm(case.q[0], case.q[0, 0, 1:], 1e-5)
     with pytest.raises(ValueError, match="gate_up is"):
         cpu_layers.silu_and_mul(case.q[0, :, 1:])
     with pytest.raises(ValueError, match="bias is"):
         PackedLinear(case.q[0], case.q[0, 0])
+
+
+def test_the_wrappers_run_native_code_on_a_cpu(tmp_path: Path) -> None:
+    """In a process of its own: in this one Triton's interpreter has the CPU's tensors."""
+    program = """
+import torch
+from kernels.cpu_build import native_code
+from kernels.paged_decode import paged_decode
+from kernels.paged_prefill import paged_prefill
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary
+from kernels.silu_and_mul import silu_and_mul
+from paged_cases import make_case
+assert (native_code() is not None) == NATIVE
+case = make_case([(40, 1), (9, 1)], head_dim=24, block_size=5, window=9)
+columns = case.q, case.k_cache, case.v_cache, case.block_tables, case.seq_lens
+torch.testing.assert_close(paged_decode(*columns, 0.2, 40, window=9), paged_prefill(
+    *columns, case.query_start_loc, 0.2, 1, window=9))
+x = torch.ones(2, 6)
+torch.testing.assert_close(rms_norm(x, x[0], 0.0), x)
+torch.testing.assert_close(silu_and_mul(x), torch.nn.functional.silu(x[:, :3]))
+q, angles = torch.ones(1, 2, 8), torch.zeros(1, 4)
+rotary(q, q.clone(), angles.cos(), angles)
+assert (q == 1).all()
+"""
+    for native in (True, False):
+        environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        if not native:
+            environment |= {"PATH": str(tmp_path), "CXX": "", "PAGEMILL_CACHE": str(tmp_path)}
+        run_program(sys.executable, "-c", f"NATIVE = {native}\n{program}", environment=environment)
