@@ -54,11 +54,12 @@ class FakeRow:
     num_samples: int = 1
     histories: list[int] = field(default_factory=list)
     failed: bool = False
+    root: int = ROOT
 
     def history(self, position: int) -> int:
         """Return the history that ends at a position."""
         while len(self.histories) <= position:
-            before = self.histories[-1] if self.histories else ROOT
+            before = self.histories[-1] if self.histories else self.root
             self.histories.append(extend(before, self.tokens[len(self.histories)]))
         return self.histories[position]
 
@@ -96,6 +97,8 @@ class FakeWorker:
         self.cache: dict[int, int] = {}
         self.next_step_id = 0
         self.num_copies = 0
+        self.roots: dict[str, int] = {}
+        """History that requests start with, by their ids: what an adapter or a salt changes."""
 
     def run(self, plan: StepPlan, failing: frozenset[int] = frozenset()) -> StepResult:
         """Run one step: all rows store, then all rows read, as kernels do."""
@@ -161,6 +164,7 @@ class FakeWorker:
                 new.num_new_tokens,
                 new.sequence_index,
                 new.num_samples,
+                root=self.roots.get(new.request_id, ROOT),
             )
         for gained in plan.appended:
             for number, block in zip(gained.rows.tolist(), gained.blocks.tolist(), strict=True):

@@ -75,6 +75,8 @@ def apply_families(
     outcome: StepOutcome,
 ) -> None:
     """Fork the families that got their first tokens."""
+    # Once forked, each member would name the blocks that they share.
+    state.prefixes.publish_filled(pool)
     for row, root, tokens in families:
         if step.ran_for(row, int(state.rows.generation[row])):
             fork_running(state, root, tokens, pool, now_ns, outcome)
