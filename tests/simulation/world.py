@@ -318,7 +318,8 @@ class World:
     def _close(self, ends: Sequence[Witness], reason: FinishReason) -> None:
         for witness in ends:
             witness.verify_end(reason)
-        self._forget_ended()
+        if ends:
+            self._forget_ended()
 
     def _forget_ended(self) -> None:
         for family in self.families:
