@@ -47,11 +47,15 @@ def likeliest(history: int, count: int, vocabulary: int = 9) -> tuple[Int32Array
 
 
 def search_alone(
-    prompt: Sequence[int], options: BeamOptions, stopping: Stopping, max_output: int
+    prompt: Sequence[int],
+    options: BeamOptions,
+    stopping: Stopping,
+    max_output: int,
+    root: int = ROOT,
 ) -> list[Hypothesis]:
     """Search without a scheduler: the oracle of beams."""
     search = BeamSearch(options, stopping, max_output)
-    histories = [reduce(extend, prompt, ROOT)]
+    histories = [reduce(extend, prompt, root)]
     while not search.done:
         going = search.advance([likeliest(each, search.num_candidates) for each in histories])
         histories = [extend(histories[parent], token) for parent, token in going]

@@ -17,6 +17,8 @@ def garbled(result: StepResult, last: StepResult | None) -> Iterator[StepResult]
     yield replace(result, row_errors=(*result.row_errors, (1000, "a stranger")))
     if len(result.tokens):
         yield replace(result, tokens=result.tokens[:-1])
+    if result.candidates is not None:
+        yield replace(result, candidates=None)
     if result.rows is None or not len(result.rows):
         return
     yield replace(result, rows=result.rows + 1)

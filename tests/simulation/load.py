@@ -7,7 +7,7 @@ from random import Random
 
 from scheduler_svc.core.block_hash import Adapter, ExtraKeys
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.request import Request, Sampling, Stopping
+from scheduler_svc.core.request import BeamOptions, EarlyStopping, Request, Sampling, Stopping
 
 AUDIENCES = (
     ExtraKeys(),
@@ -28,6 +28,7 @@ class Job:
     prompt: tuple[int, ...]
     max_output: int | None
     n: int = 1
+    beam: BeamOptions | None = None
     eos: frozenset[int] = frozenset()
     stops: frozenset[int] = frozenset()
     min_output: int = 0
@@ -47,12 +48,21 @@ class Job:
         """History before the prompt: nobody of another audience can have the same."""
         return hash((17, self.audience))
 
+    @property
+    def width(self) -> int:
+        """Rows that it takes."""
+        return self.beam.width if self.beam else self.n
+
+    @property
+    def stopping(self) -> Stopping:
+        return Stopping(self.max_output, self.eos, self.stops, self.min_output)
+
     def request(self, now_ns: int) -> Request:
         return Request(
             self.name,
             array("i", self.prompt),
             Sampling(0.0),
-            Stopping(self.max_output, self.eos, self.stops, self.min_output),
+            self.stopping,
             extra=self.extra,
             read_cache=self.read_cache,
             priority=self.priority,
@@ -60,6 +70,7 @@ class Job:
             weight=1.0 + (self.tenant == "b"),
             deadline_ns=None if self.lifetime_ns is None else now_ns + self.lifetime_ns,
             num_sequences=self.n,
+            beam=self.beam,
         )
 
     def num_blocks(self, block_size: int, width: int) -> int:
@@ -92,8 +103,10 @@ def draw_job(rng: Random, name: str, limits: Limits, heard: Sequence[Sequence[in
         tenant=rng.choice("ab"),
         lifetime_ns=rng.randint(1, 200) if rng.random() < 0.1 else None,
     )
+    if rng.random() < 0.12:
+        job = replace(job, n=1, beam=_draw_beam(rng))
     oddity = rng.random()
-    if oddity < 0.03:
+    if oddity < 0.03 and job.beam is None:
         return replace(job, max_output=None)
     if oddity < 0.05:
         return replace(job, n=limits.max_num_seqs + rng.randint(-1, 1))
@@ -102,3 +115,13 @@ def draw_job(rng: Random, name: str, limits: Limits, heard: Sequence[Sequence[in
     if oddity < 0.09:
         return replace(job, max_output=limits.max_model_len - len(prompt) + rng.randint(-1, 1))
     return job
+
+
+def _draw_beam(rng: Random) -> BeamOptions:
+    width = rng.randint(1, 4)
+    return BeamOptions(
+        width,
+        length_penalty=rng.choice((0.0, 1.0, -1.0)),
+        early_stopping=rng.choice(tuple(EarlyStopping)),
+        num_returned=rng.randint(1, width),
+    )

@@ -10,7 +10,7 @@ def check_plan(plan: StepPlan, limits: Limits) -> None:
     """Prove what can be seen of a plan alone. The worker proves the rest."""
     assert 1 <= plan.num_tokens <= limits.max_num_batched_tokens
     assert 1 <= plan.num_rows <= limits.max_num_seqs
-    assert all(1 <= row.num_new_tokens <= limits.max_row_tokens for row in plan.admitted)
+    assert all(0 <= row.num_new_tokens <= limits.max_row_tokens for row in plan.admitted)
     assert (plan.exception_num_new_tokens <= limits.max_row_tokens).all()
     released = plan.released_rows.tolist()
     admitted = [row.row for row in plan.admitted]

@@ -121,7 +121,7 @@ class Player:
         num_blocks, model = world.num_blocks or world.setup.num_blocks, world.model
         if rng.random() < 0.3:
             num_blocks = draw_num_blocks(rng, world.setup.limits)
-        if rng.random() < 0.1:
+        if rng.random() < 0.3:
             model = rng.choice(MODELS)
         world.start_epoch(num_blocks, model)
 

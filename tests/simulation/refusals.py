@@ -15,11 +15,11 @@ def expected_refusal(scheduler: Scheduler, job: Job) -> type[RequestError] | Non
     limits = scheduler.limits
     if (job.tenant, job.name) in scheduler._state.live:
         return DuplicateRequestError
-    if not 1 <= job.n <= limits.max_num_seqs:
+    if not 1 <= job.width <= limits.max_num_seqs or (job.beam and job.n != 1):
         return InvalidRequestError
     if len(job.prompt) + (job.max_output or 1) > limits.max_model_len:
         return InvalidRequestError
-    if not fits(scheduler, job, job.n):
+    if not fits(scheduler, job, job.width):
         return NeverFitsError
     if scheduler.num_waiting >= limits.max_waiting_requests:
         return QueueFullError

@@ -2,8 +2,8 @@
 
 from functools import reduce
 
-from fake_worker import extend, next_token
-from scheduler_svc.core.request import FinishReason, Request
+from fake_worker import extend, next_token, search_alone
+from scheduler_svc.core.request import BeamOptions, FinishReason, Request
 from simulation.load import Job
 
 
@@ -22,6 +22,7 @@ class Witness:
 
     def hear(self, token: int) -> FinishReason | None:
         """Take a token; return why the sequence ends with it, if it does."""
+        assert self.job.beam is None, "a beam search is heard at its end"
         assert token == next_token(self._history, self.member.index), "not the token it gets alone"
         self._history = extend(self._history, token)
         self.output.append(token)
@@ -50,6 +51,18 @@ class Witness:
         assert member.finish_reason is reason, f"ended with {member.finish_reason}, not {reason}"
         if num_output is not None:
             del self.output[num_output:]
-        assert member.output_token_ids().tolist() == self.output, "not what was delivered"
+        if self.job.beam is None or self.output:
+            assert member.output_token_ids().tolist() == self.output, "not what was delivered"
         assert member.row is None
         assert not member.blocks
+
+    def verify_search(self, beam: BeamOptions) -> int:
+        """Prove that a beam search found what it finds alone. Return the tokens of all it found."""
+        member, job = self.member, self.job
+        assert job.max_output is not None
+        alone = search_alone(job.prompt, beam, job.stopping, job.max_output, job.root)
+        assert member.hypotheses == alone, "not what the search finds alone"
+        assert member.stop_token_id == alone[0].stop_token_id
+        self.output = [*alone[0].tokens]
+        self.verify_end(alone[0].reason)
+        return sum(len(each.tokens) for each in alone)

@@ -304,7 +304,10 @@ class World:
         for member in outcome.finished:
             reason = reasons.pop(member, None)
             witness = self._witnesses[member]
-            if reason is None:
+            beam = witness.job.beam
+            if beam and member.finish_reason is not FinishReason.ERROR:
+                self._num_tokens += witness.verify_search(beam)
+            elif reason is None:
                 assert self.num_planted
                 assert member.error == "planted"
                 witness.verify_end(FinishReason.ERROR)
@@ -344,7 +347,7 @@ class World:
     def _fits(self, witness: Witness) -> bool:
         family = self._family_of(witness.member)
         forked = any(each.output for each in family.witnesses)
-        width = 1 if forked else family.job.n
+        width = 1 if forked else family.job.width
         return fits(self.scheduler, family.job, width, len(witness.output))
 
     def _new_replica(self) -> KvReplica:
