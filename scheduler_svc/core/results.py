@@ -55,6 +55,8 @@ def _take_step(state: SchedulerState, result: StepResult, failed: set[int]) -> F
         raise ValueError(
             f"step {result.step_id} gave {len(result.tokens)} tokens, expected {wanted}"
         )
+    if result.num_tokens is not None and (result.num_tokens != 1).any():
+        raise ValueError(f"step {result.step_id} gave num_tokens {result.num_tokens}, expected 1s")
     if failed and (strangers := failed - set(step.rows.tolist())):
         raise ValueError(f"step {result.step_id} failed rows {sorted(strangers)}, not in it")
     if result.rows is not None:

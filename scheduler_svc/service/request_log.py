@@ -7,14 +7,14 @@ from scheduler_svc.service.token_stream import RequestStream
 
 def log_end(log: FilteringBoundLogger, stream: RequestStream) -> None:
     """Write what a request cost and how it ended; a warning if it could not be computed."""
-    request, account, errors = stream.request, stream.account(), stream.errors
+    account, errors = stream.account(), stream.errors
+    reasons = dict.fromkeys(reason.value for reason in stream.reasons if reason)
     write = log.warning if errors else log.info
     write(
         "request ended",
-        request_id=request.request_id,
-        tenant=request.tenant,
-        # Of several sequences each reason once.
-        reason=",".join(dict.fromkeys(reason.value for reason in stream.reasons if reason)),
+        request_id=stream.request.request_id,
+        tenant=stream.request.tenant,
+        reason=",".join(reasons),
         error="; ".join(errors),
         prompt_tokens=account.num_prompt_tokens,
         output_tokens=account.num_output_tokens,

@@ -217,3 +217,10 @@ def _last(times: Iterable[int | None]) -> int | None:
 
 StopAfter: TypeAlias = Callable[[Request, int], None]
 """Ends a sequence as stopped, with only so many output tokens."""
+
+
+def too_slow() -> SlowReaderError:
+    """Return the error of a reader that let too much pile up."""
+    return SlowReaderError(
+        f"more than {MAX_PILED_TOKENS} tokens piled up unread; the request was ended"
+    )

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fake_worker import generate_alone
-from scheduler_bench import Bench, bench, limits, request
-from scheduler_svc.core.request import Request
+from fake_worker import FakeWorker, generate_alone
+from scheduler_bench import ROOT, Bench, bench, limits, request
+from scheduler_svc.core.request import BeamOptions, FinishReason, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepResult
 from scheduler_svc.core.victims import VICTIM_POLICIES, VictimPolicy
@@ -70,8 +70,10 @@ def test_an_urgent_request_takes_rows_in_the_middle_of_a_fork(when: int, num_urg
                 assert member.output_token_ids().tolist() == alone
 
 
-def test_blocks_borrowed_from_a_sibling_are_doubted_when_its_row_fails() -> None:
-    scheduler = Scheduler(limits(rows=4, depth=2), enable_prefix_caching=False)
+@pytest.mark.parametrize("budget", [10, 64])
+def test_blocks_borrowed_from_a_sibling_are_doubted_when_its_row_fails(budget: int) -> None:
+    # With the small budget they are borrowed one step after the one that writes them.
+    scheduler = Scheduler(limits(budget, rows=4, depth=2), enable_prefix_caching=False)
     table = Bench(scheduler, 64)
     each = request("a", [0, 1, 1] * 3, 12, n=3)
     table.send(each)
@@ -80,6 +82,8 @@ def test_blocks_borrowed_from_a_sibling_are_doubted_when_its_row_fails() -> None
     scheduler.lose_worker(table.now_ns)
     scheduler.rejoin(table.now_ns)
     row = table_row(table, each.members[0])
+    table.plan()
+    assert [member.row is not None for member in each.members] == [True, True, True]
     # The lender has gone when its row is known to have failed.
     scheduler.abort(each.members[0], table.now_ns)
     _, result = table.wire.popleft()
@@ -158,3 +162,35 @@ def test_the_row_of_a_family_is_serial_until_it_is_forked() -> None:
     assert behind.exception_rows.tolist() == [0]
     assert not len(behind.serial_rows)
     table.run()
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_an_open_end_that_outgrew_the_pool_that_came_back_ends_where_it_is(n: int) -> None:
+    table = bench(64)
+    each = request("open", [0] * 10, None, n=n)
+    table.send(each)
+    for _ in range(30):
+        table.turn()
+    table.num_blocks = 8
+    table.wire.clear()
+    table.worker = FakeWorker(table.scheduler.limits.block_size, 8)
+    assert table.scheduler.start_epoch(8, ROOT, table.now_ns) == [*each.members]
+    table.scheduler.check()
+    for member in each.members:
+        assert member.finish_reason is FinishReason.LENGTH
+        alone = generate_alone([0] * 10, 30, NO_STOP, member.index)
+        assert member.output_token_ids().tolist() == alone
+    assert not table.scheduler.has_work
+
+
+def test_beams_that_outgrew_the_pool_that_came_back_end_with_both_numbers() -> None:
+    table = bench(64)
+    each = request("open", [0] * 10, None, beam=BeamOptions(2))
+    table.send(each)
+    for _ in range(30):
+        table.turn()
+    table.wire.clear()
+    assert table.scheduler.start_epoch(8, ROOT, table.now_ns) == [each]
+    assert each.finish_reason is FinishReason.ERROR
+    assert each.error == "each beam has 40 tokens, the pool that came back holds 20"
+    assert not table.scheduler.has_work

@@ -223,5 +223,6 @@ async def test_more_sequences_than_rows_never_reach_the_queue() -> None:
 async def test_a_step_names_a_request_once_whatever_its_sequences() -> None:
     async with running(Bench()) as bench, bench.door.open(family()) as stream:
         await read_all(stream)
-    named = {record.request_keys for record in bench.records if record.num_sampled}
-    assert named == {(RequestKey("", "family"),)}
+    assert {record.request_keys for record in bench.records if record.num_sampled} == {
+        (RequestKey("", "family"),)
+    }

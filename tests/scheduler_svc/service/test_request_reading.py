@@ -229,6 +229,11 @@ async def test_neutral_values_of_later_fields_are_served() -> None:
     assert (await read(with_sampling(n=1))).token_ids == array("i", [104, 105])
 
 
+async def test_the_tenant_is_taken_as_it_is() -> None:
+    assert (await read(asking())).tenant == ""
+    assert (await read(asking(tenant="Ä, Ltd. = 1"))).tenant == "Ä, Ltd. = 1"
+
+
 @pytest.mark.parametrize(("n", "count"), [(None, 1), (0, 1), (1, 1), (8, 8)])
 async def test_a_request_says_how_many_sequences_it_wants(n: int | None, count: int) -> None:
     submission = await read(asking() if n is None else with_sampling(n=n))
@@ -257,11 +262,6 @@ async def test_beams_do_not_draw_whatever_the_model_recommends() -> None:
     for sampling in (neutral, Sampling(temperature=0, seed=5)):
         submission = await read(asking(beam=BeamSearch(width=2), sampling=sampling), front)
         assert submission.sampling == CoreSampling(temperature=0.0, seed=5)
-
-
-async def test_the_tenant_is_taken_as_it_is() -> None:
-    assert (await read(asking())).tenant == ""
-    assert (await read(asking(tenant="Ä, Ltd. = 1"))).tenant == "Ä, Ltd. = 1"
 
 
 async def test_only_served_names_are_models() -> None:
