@@ -27,6 +27,10 @@ class Options:
     rate: float | None
     """Requests a second. None: the trace's own arrivals, or all at once."""
     saturate: bool
+    n: int
+    """Sequences of each prompt."""
+    own_lengths: bool
+    """Each of them has a drawn length, instead of that of the first."""
     max_model_len: int
     max_num_seqs: int
     max_num_batched_tokens: int
@@ -50,11 +54,14 @@ def read_options(argv: Sequence[str]) -> Options:
     """
     parser = _make_parser()
     given = parser.parse_args(argv)
-    for flag, value in (("--n", given.n), ("--beam-width", given.beam_width)):
-        if value is not None:
-            parser.error(
-                f"{flag} is {value}, but the core has no forks yet: every request is one sequence"
-            )
+    if given.beam_width is not None:
+        parser.error(f"--beam-width is {given.beam_width}, but the core has no beams yet")
+    if given.n > 1 and given.allocator != "paged":
+        parser.error(f"--n is {given.n}, must be 1 for --allocator {given.allocator}")
+    if given.n > given.max_num_seqs:
+        parser.error(f"--n is {given.n}, must be at most --max-num-seqs, {given.max_num_seqs}")
+    if given.own_lengths and given.lengths is None:
+        parser.error("--own-lengths draws lengths, so it needs --lengths")
     if given.block_size > given.slots:
         parser.error(f"--block-size is {given.block_size}, must be at most --slots, {given.slots}")
     rate = given.rate
@@ -67,6 +74,8 @@ def read_options(argv: Sequence[str]) -> Options:
         requests=given.requests,
         rate=None if rate == _SATURATE else rate,
         saturate=rate == _SATURATE,
+        n=given.n,
+        own_lengths=given.own_lengths,
         max_model_len=given.max_model_len,
         max_num_seqs=given.max_num_seqs,
         max_num_batched_tokens=given.max_num_batched_tokens,
@@ -133,7 +142,13 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=int, default=0, help="Of lengths and arrivals. Default: 0.")
     add("--json", action="store_true", help="Print one JSON object.")
-    add("--n", help=argparse.SUPPRESS)
+    add(
+        "--n",
+        type=_positive,
+        default=1,
+        help="Paged. Sequences of each prompt, all as long as the first. Default: 1.",
+    )
+    add("--own-lengths", action="store_true", help="Draw a length for each of the --n sequences.")
     add("--beam-width", help=argparse.SUPPRESS)
     return parser
 

@@ -60,13 +60,13 @@ class PagedReplay:
                 _SAMPLING,
                 _STOPPING,
                 arrival_ns=round(arrival.arrival_s * 1e9),
+                num_sequences=1 + len(arrival.sibling_lengths),
             )
             for number, arrival in enumerate(load)
         ]
+        self._width = max((request.width for request in self._coming), default=1)
         self._wishes = {
-            str(number): ModelWish(
-                FIRST_OWN_ID + number, arrival.input_length + arrival.output_length
-            )
+            str(number): _wish(arrival, FIRST_OWN_ID + number * self._width)
             for number, arrival in enumerate(load)
         }
         self._worker = SimulatedWorker(limits.max_num_seqs, limits.block_size, self._wishes)
@@ -74,7 +74,7 @@ class PagedReplay:
         self._accepted: list[Request] = []
         self._flying: list[tuple[int, StepResult]] = []
         self._memory, self._waits = Memory(), Waits()
-        self._last_token_ns: Int64Array = np.zeros(len(load), dtype=np.int64)
+        self._last_token_ns: Int64Array = np.zeros(len(load) * self._width, dtype=np.int64)
         self._prompt_tokens = 0
         self._num_ended = 0
 
@@ -137,19 +137,21 @@ class PagedReplay:
         self._memory.add(
             step_ns,
             num_rows=step.num_rows,
-            # Shared blocks are full, so what is unfilled is counted once.
             slots_filled=allocated - step.num_slots_unfilled,
             slots_allocated=allocated,
             table_slots=step.num_table_blocks * self._block_size,
         )
 
     def _note(self, outcome: StepOutcome, now_ns: int) -> None:
-        self._num_ended += len(outcome.finished)
-        self._prompt_tokens += sum(request.num_prompt_tokens for request in outcome.finished)
         for request in outcome.finished:
+            if request.root is not request:
+                continue
+            self._num_ended += 1
+            self._prompt_tokens += request.num_prompt_tokens
             if request.first_token_ns is not None:
                 self._waits.first_tokens.append(request.first_token_ns - request.arrival_ns)
-        sequences = np.array([request.sequence for request in outcome.requests], dtype=np.int64)
+        numbers = [each.sequence * self._width + each.index for each in outcome.requests]
+        sequences = np.array(numbers, dtype=np.int64)
         last_ns = self._last_token_ns[sequences]
         self._last_token_ns[sequences] = now_ns
         followers = last_ns[last_ns > 0]
@@ -175,3 +177,8 @@ class PagedReplay:
                 recomputed_tokens=counters.recomputed_tokens,
             ),
         )
+
+
+def _wish(arrival: Arrival, token: int) -> ModelWish:
+    outputs = (arrival.output_length, *arrival.sibling_lengths)
+    return ModelWish(token, tuple(arrival.input_length + length for length in outputs))

@@ -33,6 +33,9 @@ class Arrival:
     hash_ids: tuple[int, ...] = ()
     """Contents of the prompt's chunks; equal ids are equal tokens. None: shared with nobody."""
 
+    sibling_lengths: tuple[int, ...] = ()
+    """Output lengths of further sequences of the same prompt, each at least 1."""
+
 
 @dataclass(frozen=True, slots=True)
 class _LogNormal:
@@ -64,6 +67,18 @@ class Lengths:
             Arrival(0.0, self.inputs.draw(chance), self.outputs.draw(chance)) for _ in range(count)
         ]
 
+    def draw_siblings(
+        self, load: Sequence[Arrival], num_sequences: int, seed: int
+    ) -> list[Arrival]:
+        """Return the load with so many sequences of each prompt, each of a length of its own."""
+        # Another stream, so that more sequences leave the first ones as they are.
+        chance = random.Random(f"siblings {seed}")  # noqa: S311 reproducible, not secret
+        further = range(num_sequences - 1)
+        return [
+            replace(each, sibling_lengths=tuple(self.outputs.draw(chance) for _ in further))
+            for each in load
+        ]
+
 
 LENGTHS = {
     "sharegpt": Lengths(_LogNormal(4.570, 1.064, 4, 1024), _LogNormal(5.551, 0.833, 4, 1024)),
@@ -85,6 +100,12 @@ def poisson(load: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
 def at_once(load: Sequence[Arrival]) -> list[Arrival]:
     """Return the load with every request there from the start."""
     return [replace(arrival, arrival_s=0.0) for arrival in load]
+
+
+def repeated(load: Sequence[Arrival], num_sequences: int) -> list[Arrival]:
+    """Return the load with so many sequences of each prompt, all as long as the first."""
+    further = num_sequences - 1
+    return [replace(each, sibling_lengths=(each.output_length,) * further) for each in load]
 
 
 def read_trace(path: Path, chunk_tokens: int) -> list[Arrival]:
