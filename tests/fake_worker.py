@@ -6,11 +6,20 @@ wrongly shared block therefore shows as a wrong history, in the step that reads 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain
 
 import numpy as np
 
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.core.beam_search import BeamSearch
+from scheduler_svc.core.request import BeamOptions, Hypothesis, Stopping
+from scheduler_svc.core.step_plan import (
+    Candidates,
+    Float32Array,
+    Int32Array,
+    StepPlan,
+    StepResult,
+)
 
 ROOT = 17
 
@@ -26,6 +35,27 @@ def next_token(history: int, index: int = 0, vocabulary: int = 3) -> int:
     What is drawn also depends on the sequence's index.
     """
     return ((hash((history, index)) if index else history) >> 7) % vocabulary
+
+
+def likeliest(history: int, count: int, vocabulary: int = 9) -> tuple[Int32Array, Float32Array]:
+    """Return the likeliest ids behind a history, with their log-probabilities."""
+    noise = [hash((history, token)) % 1000 / 200 for token in range(vocabulary)]
+    logits = np.array(noise, dtype=np.float32)
+    logprobs = logits - np.log(np.exp(logits).sum())
+    ids = np.argsort(-logprobs, kind="stable")[:count].astype(np.int32)
+    return ids, logprobs[ids]
+
+
+def search_alone(
+    prompt: Sequence[int], options: BeamOptions, stopping: Stopping, max_output: int
+) -> list[Hypothesis]:
+    """Search without a scheduler: the oracle of beams."""
+    search = BeamSearch(options, stopping, max_output)
+    histories = [reduce(extend, prompt, ROOT)]
+    while not search.done:
+        going = search.advance([likeliest(each, search.num_candidates) for each in histories])
+        histories = [extend(histories[parent], token) for parent, token in going]
+    return search.best()
 
 
 def generate_alone(
@@ -52,6 +82,7 @@ class FakeRow:
     num_new: int
     index: int = 0
     num_samples: int = 1
+    num_candidates: int = 0
     histories: list[int] = field(default_factory=list)
     failed: bool = False
 
@@ -65,10 +96,17 @@ class FakeRow:
     def sample(self) -> list[int]:
         """Draw the tokens behind the last, for each index asked for, and keep the first."""
         history = self.history(len(self.tokens) - 1)
+        if self.num_candidates:
+            self.tokens.append(int(self.candidates()[0][0]))
+            return self.tokens[-1:]
         drawn = [next_token(history, self.index + i) for i in range(self.num_samples)]
         self.tokens.append(drawn[0])
         self.num_samples = 1
         return drawn
+
+    def candidates(self) -> tuple[Int32Array, Float32Array]:
+        """Return the likeliest ids behind the last token, if they were asked for."""
+        return likeliest(self.history(len(self.tokens) - 1), self.num_candidates)
 
     def fork(self, index: int, last_token: int | None, num_blocks: int) -> "FakeRow":
         """Return a row that goes on from here, with the first blocks and another last token."""
@@ -84,6 +122,14 @@ class FakeRow:
             num_samples=1,
             histories=self.histories[: len(tokens) - 1],
         )
+
+
+def _columns(candidates: list[tuple[Int32Array, Float32Array]]) -> Candidates | None:
+    counts = np.array([len(ids) for ids, _ in candidates], dtype=np.int32)
+    if not counts.any():
+        return None
+    ids, logprobs = zip(*candidates, strict=True)
+    return Candidates(np.concatenate(ids), np.concatenate(logprobs), counts)
 
 
 class FakeWorker:
@@ -111,6 +157,7 @@ class FakeWorker:
                     continue  # It has stopped for good, and waits to be released.
                 self.cache[self._slot(row, position)] = row.history(position)
         sampled: list[list[int]] = []
+        candidates: list[tuple[Int32Array, Float32Array]] = []
         sampling, errors = [], []
         for number, row in running:
             row.failed |= number in failing
@@ -123,6 +170,7 @@ class FakeWorker:
             assert end <= len(row.tokens)
             if end == len(row.tokens):
                 sampling.append(number)
+                candidates.append(row.candidates())
                 sampled.append(row.sample())
         return StepResult(
             plan.step_id,
@@ -130,6 +178,7 @@ class FakeWorker:
             tuple(errors),
             np.array(sampling, dtype=np.int32),
             np.array([len(tokens) for tokens in sampled], dtype=np.int32),
+            _columns(candidates),
         )
 
     def _follow(self, plan: StepPlan) -> None:
@@ -161,6 +210,7 @@ class FakeWorker:
                 new.num_new_tokens,
                 new.sequence_index,
                 new.num_samples,
+                new.num_candidates,
             )
         for gained in plan.appended:
             for number, block in zip(gained.rows.tolist(), gained.blocks.tolist(), strict=True):

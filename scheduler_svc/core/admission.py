@@ -2,6 +2,16 @@
 
 import numpy as np
 
+from scheduler_svc.core.beam_rows import (
+    LanePlan,
+    admit_lanes,
+    freed_blocks,
+    lanes_of,
+    num_lane_blocks,
+    plan_lanes,
+    preemptible,
+)
+from scheduler_svc.core.beams import begin_search
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.copy_on_write import num_copies_after_fork, num_pending_copies
 from scheduler_svc.core.departure import end, preempt
@@ -75,7 +85,7 @@ def _claim(
     False, and nothing changed, if it need not or does not.
     """
     rows, block_size = state.rows, state.limits.block_size
-    yielding = state.waiting.yielding_to(request, rows.running)
+    yielding = [*preemptible(state, state.waiting.yielding_to(request, rows.running))]
     if state.pending_forks:
         yielding = [other for other in yielding if not _is_in_fork(state, other)]
     if not yielding:
@@ -90,15 +100,19 @@ def _claim(
         victim = state.choose_victim(yielding, rows, pool, block_size)
         yielding.remove(victim)
         victims.append(victim)
-        row = rows.row_of(victim)
-        lacking_rows -= 1 + victim.num_reserved_rows
-        promised = -(-int(rows.num_tokens[row]) // block_size) - len(victim.blocks)
-        lacking -= pool.count_own(set(victim.blocks).difference(hits)) + max(0, promised)
-        budget += int(draft.num_new[row])
+        lacking -= len(freed_blocks(state, victim, pool).difference(hits))
+        lacking_rows -= victim.num_reserved_rows
+        for lane in lanes_of(state, victim):
+            row = rows.row_of(lane)
+            promised = -(-int(rows.num_tokens[row]) // block_size) - len(lane.blocks)
+            lacking -= max(0, promised)
+            lacking_rows -= 1
+            budget += int(draft.num_new[row])
     if budget <= 0 or not victims:
         return False
     for victim in victims:
-        draft.drop(rows.row_of(victim))
+        for lane in lanes_of(state, victim):
+            draft.drop(rows.row_of(lane))
         preempt(state, victim, now_ns)
         draft.num_preempted += 1
     _look_ahead(state, draft, pool)
@@ -113,8 +127,11 @@ def _num_blocks_wanted(
     Its whole known length must fit, beside those of the rows that run, or a long prompt
     would be preempted half way.
     """
-    whole = -(-request.num_tokens // state.limits.block_size)
-    wanted = whole - len(hits) + pool.count_idle(hits) + draft.promised_blocks
+    if (lanes := _lanes_that_resume(state, request, pool)) is not None:
+        wanted = num_lane_blocks(state, lanes, pool) + draft.promised_blocks
+    else:
+        whole = -(-request.num_tokens // state.limits.block_size)
+        wanted = whole - len(hits) + pool.count_idle(hits) + draft.promised_blocks
     if request.awaits_fork:
         wanted += num_copies_after_fork(request, state.limits.block_size)
     if request.num_preemptions and state.rows.running:
@@ -130,6 +147,9 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     hits = find_blocks(state, request, draft, pool)
     if _num_blocks_wanted(state, request, hits, draft, pool) > pool.num_free:
         return False
+    if (lanes := _lanes_that_resume(state, request, pool)) is not None:
+        admit_lanes(state, lanes, draft, pool)
+        return True
     num_hit = len(hits) * block_size
     gap = request.num_tokens - num_hit
     count = min(gap, draft.budget, state.limits.max_row_tokens)
@@ -141,16 +161,25 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     draft.published += state.prefixes.publish_prompt(row, request, len(hits), pool)
     draft.add(request, count)
     draft.promised_blocks += -(-request.num_tokens // block_size) - len(request.blocks)
-    if request.has_siblings:
+    if request.has_family:
         _note_family(state, request, row, draft, len(hits))
     draft.num_long_prefills += gap > state.limits.max_row_tokens
     state.waiting.charge(request, count)
     return True
 
 
+def _lanes_that_resume(
+    state: SchedulerState, request: Request, pool: BlockPool
+) -> list[LanePlan] | None:
+    """Return how the beams of a request come back, if it has any yet."""
+    if request.beam is None or request.awaits_fork:
+        return None
+    return plan_lanes(state, state.beams[request], pool)
+
+
 def _num_rows_wanted(request: Request) -> int:
-    """Return how many rows must be free to admit a request: those of its family, until it forks."""
-    if not request.awaits_fork:
+    """Return how many rows must be free to admit a request: those of beams, or of a new family."""
+    if not request.awaits_fork and request.beam is None:
         return 1
     return sum(1 for each in request.family if each.finish_reason is None)
 
@@ -165,6 +194,8 @@ def _note_family(
     if not request.awaits_fork:
         note_borrowed(state, request, draft, num_hit)
         return
+    if request.beam is not None:
+        begin_search(state, request, request.beam)
     state.families[row] = request
     state.rows.limit[row] = request.num_tokens + 1
     request.num_reserved_rows = _num_rows_wanted(request) - 1
@@ -173,7 +204,12 @@ def _note_family(
 
 
 def _is_in_fork(state: SchedulerState, request: Request) -> bool:
-    """Whether a running request is part of a fork that this plan carries: it must not leave now."""
+    """Whether a running request is part of a fork that this plan carries, and must not leave now.
+
+    Beams may: all of a fork's rows leave with them.
+    """
+    if request.beam is not None:
+        return False
     row = state.rows.row_of(request)
     return row in state.pending_forks or any(
         fork.parent_row == row for fork in state.pending_forks.values()

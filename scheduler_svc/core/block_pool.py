@@ -192,7 +192,12 @@ class BlockPool:
         self._idle.add(named)
 
     def publish(self, block: BlockId, name: BlockHash) -> bool:
-        """Give a block in use its name, so that it can be hit. False: another block has it too."""
+        """Give a block in use its name, so that it can be hit. False: it could be hit before.
+
+        Rows that share a block all come to name it; the first does.
+        """
+        if self._names[block] is not None:
+            return False
         self._names[block] = name
         self._idle.note_published(block, came_back=self._evicted.discard(name))
         if self._index.setdefault(name, block) == block:

@@ -25,6 +25,8 @@ def fork_running(
     They share all blocks of the root. If the root ends at once, its row passes on.
     """
     rows, row = state.rows, state.rows.row_of(root)
+    # Before others share its blocks, or they would name them again.
+    state.prefixes.publish_filled(pool)
     state.families.pop(row)
     rows.num_reserved -= root.num_reserved_rows
     root.num_reserved_rows = 0

@@ -154,7 +154,12 @@ class PrefixCache:
     ) -> list[tuple[int, BlockId]]:
         """Name a row's blocks [first, end), whose hashes are known; tell of new names."""
         blocks, names = request.blocks, request.hashes
-        fresh = [i for i in range(first, end) if pool.publish(blocks[i], names[i])]
+        fresh, published = [], []
+        for i in range(first, end):
+            block = blocks[i]
+            published.append((row, block))
+            if pool.publish(block, names[i]):
+                fresh.append(i)
         if fresh and pool.events is not None:
             adapter = request.extra.adapter
             pool.events.add_stored(
@@ -164,7 +169,7 @@ class PrefixCache:
                 self._block_size,
                 adapter.name if adapter else "",
             )
-        return [(row, block) for block in blocks[first:end]]
+        return published
 
     def _extend_hashes(self, request: Request, tokens: memoryview, num_tokens: int) -> None:
         """Hash every full block of the first `num_tokens`, each token once."""

@@ -136,7 +136,10 @@ def _fail_row(
     request = step.orphans.get(row)
     if step.ran_for(row, int(state.rows.generation[row])):
         request = state.rows.owner(row)
-        tainted.update(request.blocks[request.admitted_tokens // state.limits.block_size :])
+        for each in request.family if request.root.beam else (request,):
+            tainted.update(each.blocks[each.admitted_tokens // state.limits.block_size :])
+    if request is not None and request.root.beam is not None:
+        request = request.root
     if request is not None and request.finish_reason is None:
         request.error = reason
         request.last_step_id = step.step_id
@@ -144,6 +147,6 @@ def _fail_row(
     for block in tainted:
         pool.retract(block)
     for other in reversed(list(state.rows.running)):
-        if not tainted.isdisjoint(other.blocks):
+        if other.row is not None and not tainted.isdisjoint(other.blocks):
             # What it sampled from these blocks, here and in later steps, is in doubt too.
             preempt(state, other, now_ns, keep_in_flight=False)

@@ -51,7 +51,7 @@ def _tokens_again(
     computed = rows.num_computed[places].tolist()
     known = (rows.num_tokens + rows.num_pending)[places].tolist()
     return [
-        tokens - pool.num_shared(request.blocks) * block_size if length < request.limit else 0
+        _cost(request, tokens, pool, block_size) if length < request.limit else 0
         for request, tokens, length in zip(candidates, computed, known, strict=True)
     ]
 
@@ -79,7 +79,7 @@ def _first(
 ) -> Request:
     order = [
         (
-            pool.num_shared(request.blocks) == len(request.blocks),
+            _frees_nothing(request, pool),
             -request.priority,
             _is_protected(request, rows),
             cost,
@@ -89,6 +89,17 @@ def _first(
         for request, cost in zip(candidates, costs, strict=True)
     ]
     return candidates[order.index(min(order))]
+
+
+def _cost(request: Request, num_computed: int, pool: BlockPool, block_size: int) -> int:
+    """Return the tokens to compute again; beams leave together, so theirs are added up."""
+    if request.beam is not None:
+        return len({block for lane in request.family for block in lane.blocks}) * block_size
+    return num_computed - pool.num_shared(request.blocks) * block_size
+
+
+def _frees_nothing(request: Request, pool: BlockPool) -> bool:
+    return request.beam is None and pool.num_shared(request.blocks) == len(request.blocks)
 
 
 def _is_protected(request: Request, rows: Rows) -> bool:
