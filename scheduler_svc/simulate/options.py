@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
+from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.victims import VICTIM_POLICIES
+from scheduler_svc.simulate.beam_forks import BEAM_WIDTHS
 from scheduler_svc.simulate.contiguous import RESERVATIONS
 from scheduler_svc.simulate.workload import LENGTHS
 
@@ -29,6 +31,8 @@ class Options:
     saturate: bool
     n: int
     """Sequences of each prompt."""
+    beam_width: int | None
+    """Beams of each prompt. None: no beam search."""
     own_lengths: bool
     """Each of them has a drawn length, instead of that of the first."""
     max_model_len: int
@@ -37,6 +41,7 @@ class Options:
     pipeline_depth: int
     enable_prefix_caching: bool
     preemption_victim: str
+    eviction_policy: str
     chunk_tokens: int
     seed: int
     as_json: bool
@@ -54,12 +59,12 @@ def read_options(argv: Sequence[str]) -> Options:
     """
     parser = _make_parser()
     given = parser.parse_args(argv)
-    if given.beam_width is not None:
-        parser.error(f"--beam-width is {given.beam_width}, but the core has no beams yet")
-    if given.n > 1 and given.allocator != "paged":
-        parser.error(f"--n is {given.n}, must be 1 for --allocator {given.allocator}")
-    if given.n > given.max_num_seqs:
-        parser.error(f"--n is {given.n}, must be at most --max-num-seqs, {given.max_num_seqs}")
+    flag = "--n" if given.beam_width is None else "--beam-width"
+    width = given.beam_width or given.n
+    if width > 1 and given.allocator != "paged":
+        parser.error(f"{flag} is {width}, which --allocator {given.allocator} cannot do")
+    if width > given.max_num_seqs:
+        parser.error(f"{flag} is {width}, must be at most --max-num-seqs, {given.max_num_seqs}")
     if given.own_lengths and given.lengths is None:
         parser.error("--own-lengths draws lengths, so it needs --lengths")
     if given.block_size > given.slots:
@@ -75,6 +80,7 @@ def read_options(argv: Sequence[str]) -> Options:
         rate=None if rate == _SATURATE else rate,
         saturate=rate == _SATURATE,
         n=given.n,
+        beam_width=given.beam_width,
         own_lengths=given.own_lengths,
         max_model_len=given.max_model_len,
         max_num_seqs=given.max_num_seqs,
@@ -82,6 +88,7 @@ def read_options(argv: Sequence[str]) -> Options:
         pipeline_depth=given.pipeline_depth,
         enable_prefix_caching=given.enable_prefix_caching,
         preemption_victim=given.preemption_victim,
+        eviction_policy=given.eviction_policy,
         chunk_tokens=given.chunk_tokens,
         seed=given.seed,
         as_json=given.json,
@@ -135,6 +142,12 @@ def _make_parser() -> argparse.ArgumentParser:
         help="Paged. Default: cheapest.",
     )
     add(
+        "--eviction-policy",
+        choices=sorted(EVICTION_POLICIES),
+        default="lru",
+        help="Paged. Which cached block goes first. Default: lru.",
+    )
+    add(
         "--chunk-tokens",
         type=_positive,
         default=512,
@@ -142,14 +155,20 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add("--seed", type=int, default=0, help="Of lengths and arrivals. Default: 0.")
     add("--json", action="store_true", help="Print one JSON object.")
-    add(
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument(
         "--n",
         type=_positive,
         default=1,
         help="Paged. Sequences of each prompt, all as long as the first. Default: 1.",
     )
     add("--own-lengths", action="store_true", help="Draw a length for each of the --n sequences.")
-    add("--beam-width", help=argparse.SUPPRESS)
+    several.add_argument(
+        "--beam-width",
+        type=int,
+        choices=BEAM_WIDTHS,
+        help="Paged. Beams of each prompt, which fork as those of a measured search did.",
+    )
     return parser
 
 

@@ -1,14 +1,17 @@
 """The real core driven through a load in virtual time."""
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from scheduler_svc.core.block_hash import PoolIdentity
 from scheduler_svc.core.errors import InvalidRequestError, InvariantError
+from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
 from scheduler_svc.core.hash_algorithms import SHA256
+from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.request import Request, Sampling, Stopping
+from scheduler_svc.core.request import BeamOptions, Request, Sampling, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepOutcome, StepResult
 from scheduler_svc.core.victims import VictimPolicy, cheapest
@@ -43,25 +46,22 @@ class PagedReplay:
         chunk_tokens: int,
         enable_prefix_caching: bool = True,
         choose_victim: VictimPolicy = cheapest,
+        eviction: EvictionPolicyMaker = LruEviction,
     ) -> None:
         """Take a load in order of arrival; of `slots`, those that make whole blocks are used."""
         self._slots = slots
         self._block_size = limits.block_size
         self._cost = cost
         self._scheduler = Scheduler(
-            limits, enable_prefix_caching=enable_prefix_caching, choose_victim=choose_victim
+            limits,
+            enable_prefix_caching=enable_prefix_caching,
+            choose_victim=choose_victim,
+            memory=KvMemory(eviction),
         )
         root = SHA256.root("", PoolIdentity("", "", limits.block_size, ""))
         self._scheduler.start_epoch(slots // limits.block_size, root, 0)
         self._coming = [
-            Request(
-                str(number),
-                prompt_ids(arrival, number, chunk_tokens),
-                _SAMPLING,
-                _STOPPING,
-                arrival_ns=round(arrival.arrival_s * 1e9),
-                num_sequences=1 + len(arrival.sibling_lengths),
-            )
+            _request(str(number), arrival, prompt_ids(arrival, number, chunk_tokens), limits)
             for number, arrival in enumerate(load)
         ]
         self._width = max((request.width for request in self._coming), default=1)
@@ -77,6 +77,12 @@ class PagedReplay:
         self._last_token_ns: Int64Array = np.zeros(len(load) * self._width, dtype=np.int64)
         self._prompt_tokens = 0
         self._num_ended = 0
+
+    @property
+    def num_blocks_held(self) -> int:
+        """Blocks that requests hold now, each counted once."""
+        pool = self._scheduler.pool
+        return 0 if pool is None else pool.num_used
 
     def run(self, progress: Callable[[float], None]) -> Report:
         """Replay the load to its last token."""
@@ -130,10 +136,7 @@ class PagedReplay:
         return not self._accepted or self._accepted[-1].first_scheduled_ns is not None
 
     def _measure(self, step: SimulatedStep, step_ns: int) -> None:
-        pool = self._scheduler.pool
-        if pool is None:
-            raise InvariantError("a plan was made without a pool")
-        allocated = pool.num_used * self._block_size
+        allocated = self.num_blocks_held * self._block_size
         self._memory.add(
             step_ns,
             num_rows=step.num_rows,
@@ -175,10 +178,29 @@ class PagedReplay:
                 prefix_hits=counters.prefix_hits,
                 preemptions=counters.preemptions,
                 recomputed_tokens=counters.recomputed_tokens,
+                pauses=counters.pauses,
             ),
         )
 
 
+def _request(request_id: str, arrival: Arrival, prompt: "array[int]", limits: Limits) -> Request:
+    stopping, beam = _STOPPING, None
+    if arrival.beams is not None:
+        room = max(1, limits.max_model_len - arrival.input_length)
+        stopping = Stopping(max_output_tokens=min(arrival.output_length, room))
+        beam = BeamOptions(arrival.beams.shape[1])
+    return Request(
+        request_id,
+        prompt,
+        _SAMPLING,
+        stopping,
+        arrival_ns=round(arrival.arrival_s * 1e9),
+        num_sequences=1 + len(arrival.sibling_lengths),
+        beam=beam,
+    )
+
+
 def _wish(arrival: Arrival, token: int) -> ModelWish:
     outputs = (arrival.output_length, *arrival.sibling_lengths)
-    return ModelWish(token, tuple(arrival.input_length + length for length in outputs))
+    lengths = tuple(arrival.input_length + length for length in outputs)
+    return ModelWish(token, lengths, arrival.input_length, arrival.beams)

@@ -2,8 +2,10 @@
 
 from collections.abc import Callable
 
+from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.victims import VICTIM_POLICIES
+from scheduler_svc.simulate.beam_forks import read_parents
 from scheduler_svc.simulate.contiguous import RESERVATIONS, ContiguousReplay
 from scheduler_svc.simulate.options import Options
 from scheduler_svc.simulate.paged import PagedReplay
@@ -16,6 +18,7 @@ from scheduler_svc.simulate.workload import (
     poisson,
     read_trace,
     repeated,
+    searched,
 )
 
 _DEFAULT_REQUESTS = 1000
@@ -36,6 +39,8 @@ def make_load(options: Options) -> list[Arrival]:
         load = LENGTHS[options.lengths].draw_siblings(load, options.n, options.seed)
     elif options.n > 1:
         load = repeated(load, options.n)
+    if options.beam_width is not None:
+        load = searched(load, read_parents(options.beam_width), options.seed)
     if options.saturate:
         return at_once(load)
     return load if options.rate is None else poisson(load, options.rate, options.seed)
@@ -78,4 +83,5 @@ def make_paged(options: Options, load: list[Arrival], cost: StepCost) -> PagedRe
         chunk_tokens=options.chunk_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
         choose_victim=VICTIM_POLICIES[options.preemption_victim],
+        eviction=EVICTION_POLICIES[options.eviction_policy],
     )

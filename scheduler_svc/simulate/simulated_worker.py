@@ -5,14 +5,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.step_plan import (
+    EMPTY,
     AdmittedRow,
+    Candidates,
     ForkedRow,
     IndexArray,
     Int32Array,
     StepPlan,
     StepResult,
 )
+from scheduler_svc.simulate.beam_forks import Parents, candidates, parents_at
 
 END_OF_SEQUENCE = 2**31 - 1
 
@@ -26,6 +30,12 @@ class ModelWish:
 
     lengths: tuple[int, ...]
     """Tokens of prompt and output of each sequence; the last one is the end of sequence."""
+
+    num_prompt_tokens: int
+    """Tokens of the prompt."""
+
+    beams: Parents | None = None
+    """[steps, width] The beam search to repeat, if it is one; it ends by the core's bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +78,11 @@ class SimulatedWorker:
         self._num_blocks = column()
         self._last_block = column()
         self._num_samples = column()
+        self._beam = column()
         self._length = column()
         self._token = column()
         self._requests = [""] * max_rows
+        self._has_beams = any(wish.beams is not None for wish in wishes.values())
 
     def run(self, plan: StepPlan) -> SimulatedStep:
         """Apply a plan to the rows, and return what its step gives."""
@@ -93,6 +105,8 @@ class SimulatedWorker:
 
     def _sample(self, step_id: int, rows: IndexArray) -> StepResult:
         """Draw a token for each row, or several for one whose sequences are not forked yet."""
+        if self._has_beams:
+            return self._offer(step_id, rows)
         counts = self._num_samples[rows]
         self._num_known[rows] += 1
         self._num_samples[rows] = 1
@@ -105,6 +119,27 @@ class SimulatedWorker:
         for place in places.tolist():
             parts[place] = self._first_tokens(int(rows[place]))
         return StepResult(step_id, np.concatenate(parts), num_tokens=counts)
+
+    def _offer(self, step_id: int, rows: IndexArray) -> StepResult:
+        """Give each beam's candidates; a row takes the first of them until the core has chosen."""
+        ids, logprobs = [], []
+        for row in rows.tolist():
+            wish = self._wishes[self._requests[row]]
+            if wish.beams is None:
+                raise InvariantError(f"request {self._requests[row]} is none of the beam searches")
+            num_generated = int(self._num_known[row]) - wish.num_prompt_tokens
+            parents = parents_at(wish.beams, num_generated)
+            tokens, likely = candidates(parents, int(self._beam[row]), wish.token)
+            ids.append(tokens)
+            logprobs.append(likely)
+            self._beam[row] = tokens[0] - wish.token
+        self._num_known[rows] += 1
+        if not ids:
+            return StepResult(step_id, EMPTY)
+        counts = np.array([len(each) for each in ids], dtype=np.int32)
+        offered = Candidates(np.concatenate(ids), np.concatenate(logprobs), counts)
+        firsts = np.array([each[0] for each in ids], dtype=np.int32)
+        return StepResult(step_id, firsts, candidates=offered)
 
     def _first_tokens(self, row: int) -> Int32Array:
         wish, length = self._wishes[self._requests[row]], int(self._num_known[row])
@@ -143,6 +178,7 @@ class SimulatedWorker:
             self._num_blocks,
             self._last_block,
             self._num_samples,
+            self._beam,
         )
 
     def _fork(self, forked: tuple[ForkedRow, ...]) -> None:
@@ -154,10 +190,14 @@ class SimulatedWorker:
         for fork, request in zip(forked, requests, strict=True):
             self._num_blocks[fork.row] = fork.num_blocks
             self._name(fork.row, request, fork.sequence_index)
+            if fork.last_token is not None:
+                self._beam[fork.row] = fork.last_token - self._wishes[request].token
 
     def _name(self, row: int, request_id: str, sequence_index: int) -> None:
         wish = self._wishes[request_id]
         self._requests[row] = request_id
+        if wish.beams is not None:
+            return
         self._length[row] = wish.lengths[sequence_index]
         self._token[row] = wish.token + sequence_index
 
@@ -169,3 +209,6 @@ class SimulatedWorker:
         self._last_block[row.row] = row.block_tables[0][-1]
         self._num_samples[row.row] = row.num_samples
         self._name(row.row, row.request_id, row.sequence_index)
+        has_output = len(row.tokens) > row.num_prompt_tokens
+        first_token = self._wishes[row.request_id].token
+        self._beam[row.row] = row.tokens[-1] - first_token if has_output else 0

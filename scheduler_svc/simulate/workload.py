@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from scheduler_svc.simulate.beam_forks import Parents
+
 # Ids from here on stand for tokens of one request alone; hash ids of traces lie below.
 FIRST_OWN_ID = 2**30
 
@@ -35,6 +37,9 @@ class Arrival:
 
     sibling_lengths: tuple[int, ...] = ()
     """Output lengths of further sequences of the same prompt, each at least 1."""
+
+    beams: Parents | None = None
+    """[steps, width] The beam search that its output is found by, if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +111,15 @@ def repeated(load: Sequence[Arrival], num_sequences: int) -> list[Arrival]:
     """Return the load with so many sequences of each prompt, all as long as the first."""
     further = num_sequences - 1
     return [replace(each, sibling_lengths=(each.output_length,) * further) for each in load]
+
+
+def searched(load: Sequence[Arrival], searches: Parents, seed: int) -> list[Arrival]:
+    """Return the load with each output found as one of these beam searches was, at random.
+
+    Shape: searches [searches, steps, width].
+    """
+    chance = random.Random(f"beams {seed}")  # noqa: S311 reproducible, not secret
+    return [replace(each, beams=searches[chance.randrange(len(searches))]) for each in load]
 
 
 def read_trace(path: Path, chunk_tokens: int) -> list[Arrival]:

@@ -171,7 +171,10 @@ def test_requests_that_share_a_prefix_save_its_blocks() -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--lengths", "sharegpt", "--n", "2", "--allocator", "max"], "--n is 2, must be 1 for"),
+        (
+            ["--lengths", "sharegpt", "--n", "2", "--allocator", "max"],
+            "--n is 2, which --allocator max cannot",
+        ),
         (["--lengths", "sharegpt", "--n", "300"], "--n is 300, must be at most --max-num-seqs"),
         (["--trace", "x", "--own-lengths"], "--own-lengths draws lengths, so it needs --lengths"),
         (["--lengths", "sharegpt", "--rate", "0"], "'0', must be above 0, or saturate"),
