@@ -101,6 +101,14 @@ def _make_parser() -> argparse.ArgumentParser:
         description="Replay a load against the scheduler's core in virtual time.",
         allow_abbrev=False,
     )
+    _add_load(parser)
+    _add_server(parser)
+    parser.add_argument("--seed", type=int, default=0, help="Of all that is drawn. Default: 0.")
+    parser.add_argument("--json", action="store_true", help="Print one JSON object.")
+    return parser
+
+
+def _add_load(parser: argparse.ArgumentParser) -> None:
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument("--lengths", choices=sorted(LENGTHS), help="A named distribution.")
     source.add_argument(
@@ -111,14 +119,11 @@ def _make_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add(
-        "--allocator",
-        choices=["paged", *RESERVATIONS],
-        default="paged",
-        help="paged: the real core. Others reserve contiguous memory: the longest length, the "
-        "output's rounded up to a power of two, or the exact one. Default: paged.",
+        "--chunk-tokens",
+        type=_positive,
+        default=512,
+        help="Prompt tokens that one of hash_ids stands for. Default: 512.",
     )
-    add("--block-size", type=_positive, default=16, help="Tokens in a block. Default: 16.")
-    add("--slots", type=_positive, default=15_700, help="Of the KV cache. Default: 15700.")
     add(
         "--requests",
         type=_positive,
@@ -130,6 +135,33 @@ def _make_parser() -> argparse.ArgumentParser:
         help="Arrivals a second, at random (Poisson), or saturate: all at once. Default: "
         "saturate, or the times of the trace.",
     )
+    several = parser.add_mutually_exclusive_group()
+    several.add_argument(
+        "--n",
+        type=_positive,
+        default=1,
+        help="Paged. Sequences of each prompt, all as long as the first. Default: 1.",
+    )
+    several.add_argument(
+        "--beam-width",
+        type=int,
+        choices=BEAM_WIDTHS,
+        help="Paged. Beams of each prompt, which fork as those of a measured search did.",
+    )
+    add("--own-lengths", action="store_true", help="Draw a length for each of the --n sequences.")
+
+
+def _add_server(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--allocator",
+        choices=["paged", *RESERVATIONS],
+        default="paged",
+        help="paged: the real core. Others reserve contiguous memory: the longest length, the "
+        "output's rounded up to a power of two, or the exact one. Default: paged.",
+    )
+    add("--block-size", type=_positive, default=16, help="Tokens in a block. Default: 16.")
+    add("--slots", type=_positive, default=15_700, help="Of the KV cache. Default: 15700.")
     add("--max-model-len", type=_positive, default=2048, help="Default: 2048.")
     add("--max-num-seqs", type=_positive, default=256, help="Rows. Default: 256.")
     add("--max-num-batched-tokens", type=_positive, default=2048, help="Paged. Default: 2048.")
@@ -147,29 +179,6 @@ def _make_parser() -> argparse.ArgumentParser:
         default="lru",
         help="Paged. Which cached block goes first. Default: lru.",
     )
-    add(
-        "--chunk-tokens",
-        type=_positive,
-        default=512,
-        help="Prompt tokens that one of hash_ids stands for. Default: 512.",
-    )
-    add("--seed", type=int, default=0, help="Of lengths and arrivals. Default: 0.")
-    add("--json", action="store_true", help="Print one JSON object.")
-    several = parser.add_mutually_exclusive_group()
-    several.add_argument(
-        "--n",
-        type=_positive,
-        default=1,
-        help="Paged. Sequences of each prompt, all as long as the first. Default: 1.",
-    )
-    add("--own-lengths", action="store_true", help="Draw a length for each of the --n sequences.")
-    several.add_argument(
-        "--beam-width",
-        type=int,
-        choices=BEAM_WIDTHS,
-        help="Paged. Beams of each prompt, which fork as those of a measured search did.",
-    )
-    return parser
 
 
 def _positive(text: str) -> int:
