@@ -162,7 +162,9 @@ class World:
         for request in expired:
             assert request.deadline_ns is not None
             assert request.deadline_ns <= self.now_ns
-        self._close([end for each in expired for end in self._ending_with(each)], FinishReason.ABORT)
+        self._close(
+            [end for each in expired for end in self._ending_with(each)], FinishReason.ABORT
+        )
         if plan is None:
             assert self.wire or not self.families or not self.is_connected, "nothing goes on"
             return False
