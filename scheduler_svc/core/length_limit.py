@@ -40,8 +40,8 @@ def length_limit(request: Request, limits: Limits, pool: BlockPool | None) -> in
         family = f" for each of {width} sequences that share the prompt" if width > 1 else ""
         raise NeverFitsError(
             "prompt",
-            f"prompt of {prompt} tokens and max_tokens of {needed - prompt + 1} need {needed} slots of "
-            f"KV memory{family}, {_what_has(pool)} {slots}",
+            f"prompt of {prompt} tokens and max_tokens of {needed - prompt + 1} need {needed} "
+            f"slots of KV memory{family}, {_what_has(pool)} {slots}",
         )
     return needed + 1
 
