@@ -436,6 +436,24 @@ def test_a_smaller_pool_ends_only_what_no_longer_fits() -> None:
     assert small.output_token_ids().tolist() == generate_alone([1] * 8, 4, frozenset())
 
 
+def test_an_open_end_that_has_outgrown_a_smaller_pool_ends() -> None:
+    for num_blocks, fits in ((5, True), (4, False)):
+        table = bench(8)
+        each = request("open", [0] * 9, None)
+        table.send(each)
+        while table.scheduler.counters.generation_tokens < 8:
+            table.turn()
+        table.scheduler.lose_worker(table.now_ns)
+        assert each.num_tokens == 17
+        table.wire.clear()
+        table.worker = FakeWorker(BLOCK_SIZE, num_blocks)
+        ended = table.scheduler.start_epoch(num_blocks, ROOT, table.now_ns)
+        assert ended == ([] if fits else [each])
+        table.run()
+        assert each.num_tokens == (21 if fits else 17)
+        assert fits or "need 17 slots" in each.error
+
+
 def test_a_result_that_does_not_fit_changes_nothing() -> None:
     table = bench()
     table.send(request("x", [0, 1], 2))
@@ -444,6 +462,7 @@ def test_a_result_that_does_not_fit_changes_nothing() -> None:
     for wrong in (
         StepResult(result.step_id + 1, result.tokens),
         StepResult(result.step_id, result.tokens[:0]),
+        StepResult(result.step_id, result.tokens, num_tokens=result.tokens * 0),
     ):
         with pytest.raises(ValueError, match="expected"):
             table.scheduler.apply(wrong, 0)
