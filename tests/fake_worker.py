@@ -47,11 +47,15 @@ def likeliest(history: int, count: int, vocabulary: int = 9) -> tuple[Int32Array
 
 
 def search_alone(
-    prompt: Sequence[int], options: BeamOptions, stopping: Stopping, max_output: int
+    prompt: Sequence[int],
+    options: BeamOptions,
+    stopping: Stopping,
+    max_output: int,
+    root: int = ROOT,
 ) -> list[Hypothesis]:
     """Search without a scheduler: the oracle of beams."""
     search = BeamSearch(options, stopping, max_output)
-    histories = [reduce(extend, prompt, ROOT)]
+    histories = [reduce(extend, prompt, root)]
     while not search.done:
         going = search.advance([likeliest(each, search.num_candidates) for each in histories])
         histories = [extend(histories[parent], token) for parent, token in going]
@@ -85,11 +89,12 @@ class FakeRow:
     num_candidates: int = 0
     histories: list[int] = field(default_factory=list)
     failed: bool = False
+    root: int = ROOT
 
     def history(self, position: int) -> int:
         """Return the history that ends at a position."""
         while len(self.histories) <= position:
-            before = self.histories[-1] if self.histories else ROOT
+            before = self.histories[-1] if self.histories else self.root
             self.histories.append(extend(before, self.tokens[len(self.histories)]))
         return self.histories[position]
 
@@ -142,6 +147,8 @@ class FakeWorker:
         self.cache: dict[int, int] = {}
         self.next_step_id = 0
         self.num_copies = 0
+        self.roots: dict[str, int] = {}
+        """History that requests start with, by their ids: what an adapter or a salt changes."""
 
     def run(self, plan: StepPlan, failing: frozenset[int] = frozenset()) -> StepResult:
         """Run one step: all rows store, then all rows read, as kernels do."""
@@ -211,6 +218,7 @@ class FakeWorker:
                 new.sequence_index,
                 new.num_samples,
                 new.num_candidates,
+                root=self.roots.get(new.request_id, ROOT),
             )
         for gained in plan.appended:
             for number, block in zip(gained.rows.tolist(), gained.blocks.tolist(), strict=True):

@@ -6,6 +6,7 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.ending import note_stop_id, reason_to_end
 from scheduler_svc.core.family_results import FamilyTokens, apply_families, split_result
+from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.journal import FlyingStep
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.state import SchedulerState
@@ -55,6 +56,8 @@ def _take_step(state: SchedulerState, result: StepResult, failed: set[int]) -> F
         raise ValueError(
             f"step {result.step_id} gave {len(result.tokens)} tokens, expected {wanted}"
         )
+    if result.num_tokens is not None and (result.num_tokens != 1).any():
+        raise ValueError(f"step {result.step_id} gave num_tokens {result.num_tokens}, expected 1s")
     if failed and (strangers := failed - set(step.rows.tolist())):
         raise ValueError(f"step {result.step_id} failed rows {sorted(strangers)}, not in it")
     if result.rows is not None:
@@ -144,9 +147,34 @@ def _fail_row(
         request.error = reason
         request.last_step_id = step.step_id
         outcome.finished.extend(end(state, request, FinishReason.ERROR, now_ns))
-    for block in tainted:
-        pool.retract(block)
-    for other in reversed(list(state.rows.running)):
-        if other.row is not None and not tainted.isdisjoint(other.blocks):
-            # What it sampled from these blocks, here and in later steps, is in doubt too.
-            preempt(state, other, now_ns, keep_in_flight=False)
+    if tainted:
+        in_doubt = _spread_doubt(state, step, tainted)
+        for block in tainted:
+            pool.retract(block)
+        for other in reversed(in_doubt):
+            if other.row is not None:
+                # What it sampled from these blocks, here and in later steps, is in doubt too.
+                preempt(state, other, now_ns, keep_in_flight=False)
+
+
+def _spread_doubt(state: SchedulerState, step: FlyingStep, tainted: set[BlockId]) -> list[Request]:
+    """Add the blocks that were computed from tainted ones; return the rows that read them.
+
+    Of a row that has changed hands nobody knows any more what it read: what it named in this
+    step, or in one behind it, is added too.
+    """
+    rows = state.rows
+    for flying in (step, *state.journal):
+        tainted.update(
+            block
+            for row, block in flying.published
+            if not flying.ran_for(row, int(rows.generation[row]))
+        )
+    in_doubt: list[Request] = []
+    clear = list(rows.running)
+    while reading := [each for each in clear if not tainted.isdisjoint(each.blocks)]:
+        in_doubt += reading
+        clear = [each for each in clear if each not in reading]
+        for each in reading:
+            tainted.update(each.blocks[each.admitted_tokens // state.limits.block_size :])
+    return sorted(in_doubt, key=lambda each: each.precedence)
