@@ -6,6 +6,7 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.copy_on_write import num_copies_after_fork, num_pending_copies
 from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.group_blocks import num_lacking, num_promised, num_wanted
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.sibling_blocks import find_blocks, note_borrowed
 from scheduler_svc.core.skip_ahead import SkipAhead
@@ -46,9 +47,8 @@ def admit_waiting(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_
 
 def _look_ahead(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> None:
     """Note what the rows that run will still need for the tokens they know."""
-    rows, block_size = state.rows, state.limits.block_size
-    lacking = -(-rows.num_tokens // block_size) - rows.num_blocks
-    draft.promised_blocks = int(np.maximum(lacking, 0).sum())
+    rows = state.rows
+    draft.promised_blocks = num_promised(rows, state.limits, pool)
     if state.families or state.shared_tails:
         draft.promised_blocks += num_pending_copies(state, pool)
     gap = rows.num_tokens - rows.num_computed
@@ -63,7 +63,8 @@ def _is_one_long_too_many(
     most = state.limits.max_long_prefills
     if not most or draft.num_long_prefills < most:
         return False
-    num_hit = len(find_blocks(state, request, draft, pool)) * state.limits.block_size
+    num_columns = len(find_blocks(state, request, draft, pool)) // pool.num_groups
+    num_hit = num_columns * state.limits.block_size
     return request.num_tokens - num_hit > state.limits.max_row_tokens
 
 
@@ -92,8 +93,8 @@ def _claim(
         victims.append(victim)
         row = rows.row_of(victim)
         lacking_rows -= 1 + victim.num_reserved_rows
-        promised = -(-int(rows.num_tokens[row]) // block_size) - len(victim.blocks)
-        lacking -= pool.count_own(set(victim.blocks).difference(hits)) + max(0, promised)
+        lacking -= pool.count_own(set(victim.blocks).difference(hits))
+        lacking -= _num_lacking(state, row, pool)
         budget += int(draft.num_new[row])
     if budget <= 0 or not victims:
         return False
@@ -113,10 +114,9 @@ def _num_blocks_wanted(
     Its whole known length must fit, beside those of the rows that run, or a long prompt
     would be preempted half way.
     """
-    whole = -(-request.num_tokens // state.limits.block_size)
-    wanted = whole - len(hits) + pool.count_idle(hits) + draft.promised_blocks
+    wanted = num_wanted(request.num_tokens, hits, state.limits, pool) + draft.promised_blocks
     if request.awaits_fork:
-        wanted += num_copies_after_fork(request, state.limits.block_size)
+        wanted += num_copies_after_fork(request, state.limits.block_size) * pool.num_groups
     if request.num_preemptions and state.rows.running:
         wanted += max(1, int(state.limits.watermark * pool.num_blocks))
     return wanted
@@ -130,22 +130,36 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     hits = find_blocks(state, request, draft, pool)
     if _num_blocks_wanted(state, request, hits, draft, pool) > pool.num_free:
         return False
-    num_hit = len(hits) * block_size
+    num_hit_columns = len(hits) // pool.num_groups
+    num_hit = num_hit_columns * block_size
     gap = request.num_tokens - num_hit
     count = min(gap, draft.budget, state.limits.max_row_tokens)
     pool.share(hits)
-    needed = -(-(num_hit + count) // block_size) - len(hits)
-    request.blocks = [*hits, *pool.allocate(needed)]
+    num_columns = -(-(num_hit + count) // block_size)
+    granted = pool.allocate((num_columns - num_hit_columns) * pool.num_groups)
+    request.blocks = [*hits, *granted]
     _count_admission(state, request, num_hit, pool)
-    row = state.rows.take(request, num_hit + count)
-    draft.published += state.prefixes.publish_prompt(row, request, len(hits), pool)
+    row = state.rows.take(request, num_hit + count, num_columns)
+    draft.published += state.prefixes.publish_prompt(row, request, num_hit_columns, pool)
     draft.add(request, count)
-    draft.promised_blocks += -(-request.num_tokens // block_size) - len(request.blocks)
+    # What it ran in this step is behind it when it takes more.
+    draft.promised_blocks += _num_lacking(state, row, pool)
     if request.has_siblings:
-        _note_family(state, request, row, draft, len(hits))
+        _note_family(state, request, row, draft, hits, pool)
     draft.num_long_prefills += gap > state.limits.max_row_tokens
     state.waiting.charge(request, count)
     return True
+
+
+def _num_lacking(state: SchedulerState, row: int, pool: BlockPool) -> int:
+    rows = state.rows
+    return num_lacking(
+        int(rows.num_tokens[row]),
+        int(rows.num_computed[row]),
+        int(rows.num_blocks[row]),
+        state.limits,
+        pool,
+    )
 
 
 def _num_rows_wanted(request: Request) -> int:
@@ -156,20 +170,26 @@ def _num_rows_wanted(request: Request) -> int:
 
 
 def _note_family(
-    state: SchedulerState, request: Request, row: int, draft: StepDraft, num_hit: int
+    state: SchedulerState,
+    request: Request,
+    row: int,
+    draft: StepDraft,
+    hits: list[BlockId],
+    pool: BlockPool,
 ) -> None:
     """Keep rows free for the members of a family that is still to be forked.
 
     Its row is serial: no token is planned behind those that the prompt samples.
     """
     if not request.awaits_fork:
-        note_borrowed(state, request, draft, num_hit)
+        note_borrowed(state, request, draft, hits)
         return
     state.families[row] = request
     state.rows.limit[row] = request.num_tokens + 1
     request.num_reserved_rows = _num_rows_wanted(request) - 1
     state.rows.num_reserved += request.num_reserved_rows
-    draft.promised_blocks += num_copies_after_fork(request, state.limits.block_size)
+    copies = num_copies_after_fork(request, state.limits.block_size)
+    draft.promised_blocks += copies * pool.num_groups
 
 
 def _is_in_fork(state: SchedulerState, request: Request) -> bool:

@@ -6,6 +6,7 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.ending import note_stop_id, reason_to_end
 from scheduler_svc.core.family_results import FamilyTokens, apply_families, split_result
+from scheduler_svc.core.free_block_queue import NULL_BLOCK
 from scheduler_svc.core.journal import FlyingStep
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.state import SchedulerState
@@ -136,14 +137,22 @@ def _fail_row(
     request = step.orphans.get(row)
     if step.ran_for(row, int(state.rows.generation[row])):
         request = state.rows.owner(row)
-        tainted.update(request.blocks[request.admitted_tokens // state.limits.block_size :])
+        first = request.admitted_tokens // state.limits.block_size * pool.num_groups
+        tainted.update(request.blocks[first:])
+    tainted.discard(NULL_BLOCK)
     if request is not None and request.finish_reason is None:
         request.error = reason
         request.last_step_id = step.step_id
         outcome.finished.extend(end(state, request, FinishReason.ERROR, now_ns))
     for block in tainted:
         pool.retract(block)
+    gave_back = {
+        each
+        for later in (step, *state.journal)
+        for each, block in later.given_back
+        if block in tainted
+    }
     for other in reversed(list(state.rows.running)):
-        if not tainted.isdisjoint(other.blocks):
+        if other in gave_back or not tainted.isdisjoint(other.blocks):
             # What it sampled from these blocks, here and in later steps, is in doubt too.
             preempt(state, other, now_ns, keep_in_flight=False)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.group_blocks import num_shared_columns
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
 
@@ -51,7 +52,9 @@ def _tokens_again(
     computed = rows.num_computed[places].tolist()
     known = (rows.num_tokens + rows.num_pending)[places].tolist()
     return [
-        tokens - pool.num_shared(request.blocks) * block_size if length < request.limit else 0
+        tokens - num_shared_columns(request.blocks, pool) * block_size
+        if length < request.limit
+        else 0
         for request, tokens, length in zip(candidates, computed, known, strict=True)
     ]
 
@@ -79,7 +82,7 @@ def _first(
 ) -> Request:
     order = [
         (
-            pool.num_shared(request.blocks) == len(request.blocks),
+            num_shared_columns(request.blocks, pool) * pool.num_groups == len(request.blocks),
             -request.priority,
             _is_protected(request, rows),
             cost,
