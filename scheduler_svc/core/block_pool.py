@@ -212,7 +212,12 @@ class BlockPool:
         return self._users[block] > 1 and self._names[block] is not None
 
     def publish(self, block: BlockId, name: BlockHash, group: int = 0) -> bool:
-        """Give a block in use its name, so that it can be hit. False: another block has it too."""
+        """Give a block in use its name, so that it can be hit. False: it could be hit before.
+
+        Rows that share a block all come to name it; the first does.
+        """
+        if self._names[block] is not None:
+            return False
         if group:
             name = _key(name, group)
         self._group_of[block] = group

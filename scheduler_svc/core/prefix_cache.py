@@ -172,6 +172,7 @@ class PrefixCache:
     def _publish(
         self, row: int, request: Request, first: int, end: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
+<<<<<<< HEAD
         """Name a row's columns [first, end), whose hashes are known; tell of new names."""
         num_groups, names = pool.num_groups, request.hashes
         published: list[tuple[int, BlockId]] = []
@@ -190,6 +191,25 @@ class PrefixCache:
                     adapter.name if adapter else "",
                     group,
                 )
+=======
+        """Name a row's blocks [first, end), whose hashes are known; tell of new names."""
+        blocks, names = request.blocks, request.hashes
+        fresh, published = [], []
+        for i in range(first, end):
+            block = blocks[i]
+            published.append((row, block))
+            if pool.publish(block, names[i]):
+                fresh.append(i)
+        if fresh and pool.events is not None:
+            adapter = request.extra.adapter
+            pool.events.add_stored(
+                names,
+                fresh,
+                memoryview(self._rows.tokens[row]),
+                self._block_size,
+                adapter.name if adapter else "",
+            )
+>>>>>>> main
         return published
 
     def _extend_hashes(self, request: Request, tokens: memoryview, num_tokens: int) -> None:

@@ -36,7 +36,8 @@ def model() -> LlamaForCausalLM:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return LlamaForCausalLM(config).eval()
+    model: LlamaForCausalLM = LlamaForCausalLM(config).eval()
+    return model
 
 
 def expected(model: LlamaForCausalLM, prompt: list[int], **options: Any) -> Any:

@@ -13,6 +13,7 @@ from pagemill.client import Pin
 
 TimeToLive = Annotated[float, typer.Option(help="Seconds until the pin ends by itself.")]
 Salt = Annotated[str, typer.Option(help="The salt of the requests that use the prefix.")]
+Tenant = Annotated[str, typer.Option(help="The tenant of those requests. Empty: none.")]
 PinId = Annotated[str, typer.Argument(metavar="PIN_ID", help="As `pagemill pin` printed it.")]
 
 
@@ -21,6 +22,7 @@ def pin(
     prompt_file: PromptFile = None,
     time_to_live: TimeToLive = 3600.0,
     salt: Salt = "",
+    tenant: Tenant = "",
     server: options.Server = options.DEFAULT_SERVER,
     model: options.ServedModel = "",
     timeout: options.Timeout = 30.0,
@@ -30,7 +32,7 @@ def pin(
     The text must have been asked before. The server must allow pins: --max-pinned-share.
     """
     text = read_prompt(prompt, prompt_file)
-    made = asyncio.run(_pin(server, timeout, text, time_to_live, salt, model))
+    made = asyncio.run(_pin(server, timeout, text, time_to_live, salt, tenant, model))
     sys.stdout.write(f"{made.pin_id} {made.num_blocks}\n")
 
 
@@ -44,11 +46,17 @@ def unpin(
 
 
 async def _pin(
-    server: str, timeout_s: float, text: str, time_to_live_s: float, salt: str, model: str
+    server: str,
+    timeout_s: float,
+    text: str,
+    time_to_live_s: float,
+    salt: str,
+    tenant: str,
+    model: str,
 ) -> Pin:
     async with connect(server, timeout_s) as client:
         token_ids = await client.tokenize(text, model=model)
-        return await client.pin(token_ids, time_to_live_s, salt=salt, model=model)
+        return await client.pin(token_ids, time_to_live_s, salt=salt, tenant=tenant, model=model)
 
 
 async def _unpin(server: str, timeout_s: float, pin_id: str) -> None:

@@ -174,16 +174,23 @@ class AsyncClient:
         time_to_live: float,
         *,
         salt: str = "",
+        tenant: str = "",
         model: str = "",
         timeout: float | None = None,
     ) -> Pin:
         """Keep what is cached of a prefix for `time_to_live` seconds, however long it is idle.
 
+        It serves requests of the same salt and tenant.
+
         Raises: NotFoundError if not even its first block is cached: let a request compute it
             first; ResourceExhaustedError beyond the server's quota.
         """
         request = admin_pb2.PinRequest(
-            model=model, token_ids=token_ids, time_to_live_s=time_to_live, salt=salt
+            model=model,
+            token_ids=token_ids,
+            time_to_live_s=time_to_live,
+            salt=salt,
+            tenant=tenant,
         )
         response = await self._unary(self._admin.Pin, request, timeout)
         return Pin(response.pin_id, response.num_blocks)

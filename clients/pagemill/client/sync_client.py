@@ -158,12 +158,15 @@ class Client:
         time_to_live: float,
         *,
         salt: str = "",
+        tenant: str = "",
         model: str = "",
         timeout: float | None = None,
     ) -> Pin:
         """Keep what is cached of a prefix for `time_to_live` seconds, however long it is idle."""
         return self._loop_thread.run(
-            self._client.pin(token_ids, time_to_live, salt=salt, model=model, timeout=timeout)
+            self._client.pin(
+                token_ids, time_to_live, salt=salt, tenant=tenant, model=model, timeout=timeout
+            )
         )
 
     def unpin(self, pin_id: str, *, timeout: float | None = None) -> None:

@@ -310,11 +310,11 @@ async def test_health_says_whether_the_server_can_answer(
 async def test_a_prefix_is_pinned_for_a_time_and_let_go(
     client: AsyncClient, script: ScriptedServer
 ) -> None:
-    pin = await client.pin([7] * 40, 60.0, salt="pepper", model="demo")
+    pin = await client.pin([7] * 40, 60.0, salt="pepper", tenant="acme", model="demo")
     assert pin == Pin("p1", 2)
     (asked,) = script.pins
     assert (len(asked.token_ids), asked.time_to_live_s) == (40, 60.0)
-    assert (asked.salt, asked.model) == ("pepper", "demo")
+    assert (asked.salt, asked.tenant, asked.model) == ("pepper", "acme", "demo")
     await client.unpin(pin.pin_id)
     with pytest.raises(NotFoundError, match="no such pin"):
         await client.unpin("p2")

@@ -22,12 +22,13 @@ Model = Callable[[tuple[int, ...]], Float32Array]
 
 
 def random_model(seed: int, vocabulary: int) -> Model:
-    def logprobs(output: tuple[int, ...]) -> Float32Array:
+    def of(output: tuple[int, ...]) -> Float32Array:
         noise = np.random.default_rng([seed, *output])
         logits = noise.normal(0, 2, vocabulary).astype(np.float32)
-        return (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        logprobs: Float32Array = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        return logprobs
 
-    return logprobs
+    return of
 
 
 def likeliest(logprobs: Float32Array, count: int) -> tuple[Int32Array, Float32Array]:

@@ -234,7 +234,7 @@ def test_a_replica_made_of_events_equals_the_index_at_every_moment(
                     table.send(requests[-1])
             case "abort" if requests:
                 aborted = requests[what.number % len(requests)]
-                if aborted.request_id in scheduler._state.live:
+                if aborted.key in scheduler._state.live:
                     scheduler.abort(aborted, table.now_ns)
             case "flush":
                 scheduler.flush_cache()
