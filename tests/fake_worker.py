@@ -125,9 +125,9 @@ class FakeWorker:
                 errors.append((number, "planted"))
                 continue
             end = row.num_computed + row.num_new
-            for number, group in enumerate(self.groups):
+            for each, group in enumerate(self.groups):
                 for position in range(group.first_seen(row.num_computed), end):
-                    slot = self._slots(row, position)[number]
+                    slot = self._slots(row, position)[each]
                     assert self.cache.get(slot) == row.history(position)
             assert end <= len(row.tokens)
             if end == len(row.tokens):

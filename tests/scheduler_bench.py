@@ -118,7 +118,6 @@ def bench(
     num_blocks: int = 32,
     policy: str = "fcfs",
     victim: str = "cheapest",
-    groups: tuple[KvGroup, ...] = FULL_ATTENTION,
     **limit: int,
 ) -> Bench:
     scheduler = Scheduler(
@@ -126,4 +125,8 @@ def bench(
         waiting=waiting_queue(policy),
         choose_victim=VICTIM_POLICIES[victim],
     )
-    return Bench(scheduler, num_blocks, groups)
+    return Bench(scheduler, num_blocks)
+
+
+def grouped_bench(groups: tuple[KvGroup, ...], num_blocks: int, **limit: int) -> Bench:
+    return Bench(Scheduler(limits(**limit)), num_blocks, groups)

@@ -172,15 +172,19 @@ class PrefixCache:
     def _publish(
         self, row: int, request: Request, first: int, end: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
-<<<<<<< HEAD
         """Name a row's columns [first, end), whose hashes are known; tell of new names."""
-        num_groups, names = pool.num_groups, request.hashes
-        published: list[tuple[int, BlockId]] = []
+        blocks, names, num_groups = request.blocks, request.hashes, pool.num_groups
+        published = []
         for group in range(num_groups):
-            table = request.blocks[first * num_groups + group : end * num_groups : num_groups]
-            held = [i for i, block in enumerate(table, first) if block != NULL_BLOCK]
-            fresh = [i for i in held if pool.publish(table[i - first], names[i], group)]
-            published += [(row, table[i - first]) for i in held]
+            table = blocks if num_groups == 1 else blocks[group::num_groups]
+            fresh = []
+            for i in range(first, end):
+                block = table[i]
+                if block == NULL_BLOCK:
+                    continue
+                published.append((row, block))
+                if pool.publish(block, names[i], group):
+                    fresh.append(i)
             if fresh and pool.events is not None:
                 adapter = request.extra.adapter
                 pool.events.add_stored(
@@ -191,25 +195,6 @@ class PrefixCache:
                     adapter.name if adapter else "",
                     group,
                 )
-=======
-        """Name a row's blocks [first, end), whose hashes are known; tell of new names."""
-        blocks, names = request.blocks, request.hashes
-        fresh, published = [], []
-        for i in range(first, end):
-            block = blocks[i]
-            published.append((row, block))
-            if pool.publish(block, names[i]):
-                fresh.append(i)
-        if fresh and pool.events is not None:
-            adapter = request.extra.adapter
-            pool.events.add_stored(
-                names,
-                fresh,
-                memoryview(self._rows.tokens[row]),
-                self._block_size,
-                adapter.name if adapter else "",
-            )
->>>>>>> main
         return published
 
     def _extend_hashes(self, request: Request, tokens: memoryview, num_tokens: int) -> None:
