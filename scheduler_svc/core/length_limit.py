@@ -72,7 +72,7 @@ def num_slots(num_prompt_tokens: int, width: int, block_size: int, num_blocks: i
     own = max(0, num_blocks - shared) // width
     if own == 0 and -(-num_prompt_tokens // block_size) <= num_blocks:
         return num_prompt_tokens
-    return (shared + own) * block_size
+    return (min(shared, num_blocks) + own) * block_size
 
 
 def _slots_of_groups(num_prompt_tokens: int, width: int, limits: Limits, pool: BlockPool) -> int:
