@@ -26,6 +26,52 @@ class Scales:
     v: torch.Tensor
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Store:
+    """Where rotated keys, and the values, go. As in `store_kv`."""
+
+    v: torch.Tensor
+    """[T, G, D]"""
+
+    k_cache: torch.Tensor
+    """[N, S, G, D]"""
+
+    v_cache: torch.Tensor
+    """[N, S, G, D]"""
+
+    slot_mapping: torch.Tensor
+    """[T] int64; -1 stores nothing."""
+
+    scales: Scales | None = None
+
+
+def check_store(store: Store, k: torch.Tensor, *, tiled: bool = True) -> None:
+    """Check where keys [T, G, D] go. `tiled` as in `check_cache`.
+
+    Raises: ValueError if they do not fit.
+    """
+    check_cache(store.k_cache, store.v_cache, k.dtype, store.scales, tiled=tiled)
+    T, G, D = k.shape
+    if store.v.shape != k.shape or store.v.dtype != k.dtype or store.k_cache.shape[2:] != (G, D):
+        raise ValueError(
+            f"k {list(k.shape)} {k.dtype} and v {list(store.v.shape)} {store.v.dtype} do not fit a "
+            f"cache of {list(store.k_cache.shape)}"
+        )
+    if store.slot_mapping.shape != (T,) or store.slot_mapping.dtype != torch.int64:
+        raise ValueError(
+            f"slot_mapping is {list(store.slot_mapping.shape)} {store.slot_mapping.dtype}, must "
+            f"be [{T}] int64"
+        )
+    check_rows("v", store.v)
+    check_device(
+        k,
+        v=store.v,
+        k_cache=store.k_cache,
+        v_cache=store.v_cache,
+        slot_mapping=store.slot_mapping,
+    )
+
+
 def check_scale_values(scales: Scales) -> None:
     """Refuse scales that would turn a cache into zeros, infinities or NaN. Reads them.
 
@@ -44,9 +90,17 @@ def check_head_dim(head_dim: int) -> None:
 
 
 def check_cache(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, dtype: torch.dtype, scales: Scales | None
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    dtype: torch.dtype,
+    scales: Scales | None,
+    *,
+    tiled: bool = True,
 ) -> None:
     """Check a cache, and its scales, against the dtype of the activations.
+
+    `tiled` kernels are Triton's, for some block sizes and head dimensions; native code takes all
+    block sizes, and head dimensions that are multiples of 8.
 
     Raises: ValueError if they do not fit.
     """
@@ -58,8 +112,11 @@ def check_cache(
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache and v_cache must be contiguous")
     _, S, G, D = k_cache.shape
-    check_head_dim(D)
-    if S not in BLOCK_SIZES:
+    if tiled:
+        check_head_dim(D)
+    elif D % 8 or D == 0:
+        raise ValueError(f"head_dim is {D}, must be a multiple of 8")
+    if S not in BLOCK_SIZES and (tiled or S < 1):
         raise ValueError(f"block_size is {S}, must be one of {BLOCK_SIZES}")
     if dtype not in ACTIVATIONS:
         raise ValueError(f"activations are {dtype}, must be one of {ACTIVATIONS}")

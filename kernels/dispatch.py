@@ -26,6 +26,8 @@ class Case:
     kv_dtype: torch.dtype
     head_dim: int
     block_size: int
+    no_native_code: str | None = None
+    """Why the CPU's kernels could not be compiled here (`cpu_build`); None if they could."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +81,20 @@ def _classic(case: Case) -> str | None:
     return _triton(case)
 
 
+def _native(case: Case) -> str | None:
+    if case.device != "cpu":
+        return f"the device is {case.device}, native code is for CPUs"
+    if case.no_native_code is not None:
+        return f"{case.no_native_code}; decoding takes some ten times as long"
+    if case.dtype not in checks.ACTIVATIONS:
+        return f"activations are {case.dtype}, must be one of {checks.ACTIVATIONS}"
+    if case.kv_dtype != case.dtype and case.kv_dtype not in checks.FP8:
+        return f"the cache is {case.kv_dtype}, must be {case.dtype} or fp8"
+    if case.head_dim % 8:
+        return f"head_dim is {case.head_dim}, must be a multiple of 8"
+    return None
+
+
 def _torch(case: Case) -> str | None:
     if case.kv_dtype != case.dtype:
         return f"the cache is {case.kv_dtype}, must be {case.dtype}"
@@ -89,6 +105,7 @@ BACKENDS = (
     Backend("triton", _triton),
     # It reads H / G times what `triton` reads: for lessons and benchmarks.
     Backend("triton-classic", _classic, by_request=True),
+    Backend("native", _native),
     Backend("torch", _torch),
 )
 

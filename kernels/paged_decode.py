@@ -21,6 +21,8 @@ from kernels.checks import (
     check_requests,
     kv_format,
 )
+from kernels.cpu_attention import attend
+from kernels.cpu_build import runs_natively
 from kernels.fp8 import dequantise
 from kernels.merge_splits import merge_splits
 from kernels.tuned import Tile, target_of, tile_of
@@ -76,6 +78,20 @@ def paged_decode(
         writes and reads H * splits * (D + 1) * 4 bytes per request; bound by memory.
     Source: paging, Kwon et al. 2023 (arXiv:2309.06180); splits, Dao et al. 2023, Flash-Decoding.
     """
+    if runs_natively(q.device):
+        return attend(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            seq_lens,
+            None,
+            scale,
+            window=window,
+            soft_cap=soft_cap,
+            scales=scales,
+            out=out,
+        )
     check_cache(k_cache, v_cache, q.dtype, scales)
     check_queries(q, k_cache, scales)
     R, H, D = q.shape

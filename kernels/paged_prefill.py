@@ -16,6 +16,8 @@ from kernels.checks import (
     check_requests,
     kv_format,
 )
+from kernels.cpu_attention import attend
+from kernels.cpu_build import runs_natively
 from kernels.fp8 import dequantise
 from kernels.tuned import Tile, target_of, tile_of
 
@@ -64,6 +66,20 @@ def paged_prefill(
     Source: Dao 2023 (arXiv:2307.08691); tiles over (tokens x shared heads) as in vLLM's unified
         Triton kernel (arXiv:2511.11581).
     """
+    if runs_natively(q.device):
+        return attend(
+            q,
+            k_cache,
+            v_cache,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            scale,
+            window=window,
+            soft_cap=soft_cap,
+            scales=scales,
+            out=out,
+        )
     check_cache(k_cache, v_cache, q.dtype, scales)
     check_queries(q, k_cache, scales)
     T, H, D = q.shape

@@ -1,4 +1,4 @@
-"""What each kernel must compute, in plain torch, with sums in fp32. CPU workers run on it."""
+"""What each kernel must compute, in plain torch, with sums in fp32; workers can run on it."""
 
 import math
 from collections.abc import Sequence

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import cpu_layers
 from kernels.checks import ACTIVATIONS, check_contiguous, check_device, check_rows
+from kernels.cpu_build import runs_natively
 
 # One program holds a whole token in registers: 32 fp32 numbers for each of 512 threads.
 _MAX_SIZE = 16384
@@ -34,6 +36,8 @@ def rms_norm(
     Cost: reads x (and the residual) once and writes each once; bound by memory.
     Source: Zhang and Sennrich 2019 (arXiv:1910.07467).
     """
+    if runs_natively(x.device):
+        return cpu_layers.rms_norm(x, weight, eps, residual, out)
     if x.dim() != 2 or x.dtype not in ACTIVATIONS or not 0 < x.shape[1] <= _MAX_SIZE:
         raise ValueError(f"x is {list(x.shape)} {x.dtype}, must be [T, E], E at most {_MAX_SIZE}")
     T, E = x.shape

@@ -1,42 +1,25 @@
 """Rotary position embedding of queries and keys, which stores the keys and values on the way."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from kernels import cpu_layers
 from kernels.checks import (
     ACTIVATIONS,
     FP8,
-    Scales,
+    Store,
     as_loaded,
-    check_cache,
     check_contiguous,
     check_device,
     check_head_dim,
     check_rows,
+    check_store,
 )
+from kernels.cpu_build import runs_natively
 from kernels.fp8 import quantise
 
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Store:
-    """Where the rotated keys, and the values, go. As in `store_kv`."""
-
-    v: torch.Tensor
-    """[T, G, D]"""
-
-    k_cache: torch.Tensor
-    """[N, S, G, D]"""
-
-    v_cache: torch.Tensor
-    """[N, S, G, D]"""
-
-    slot_mapping: torch.Tensor
-    """[T] int64; -1 stores nothing."""
-
-    scales: Scales | None = None
+__all__ = ["Store", "rotary"]
 
 
 def rotary(
@@ -61,6 +44,8 @@ def rotary(
     Cost: reads and writes T * (H + G) * D elements, and v where stored; bound by memory.
     Source: Su et al. 2021 (arXiv:2104.09864), pairs as in transformers.
     """
+    if runs_natively(q.device):
+        return cpu_layers.rotary(q, k, cos, sin, store)
     T, H, D = q.shape
     G = k.shape[1]
     check_head_dim(D)
@@ -76,9 +61,9 @@ def rotary(
     check_contiguous(cos=cos, sin=sin)
     check_device(q, k=k, cos=cos, sin=sin)
     if store is not None:
-        _check_store(store, k)
+        check_store(store, k)
     if T == 0:
-        return
+        return None
     form = "plain" if store is None else FP8.get(store.k_cache.dtype, "plain")
     scales = None if store is None else store.scales
     heads = min(8, triton.next_power_of_2(max(H, G)))
@@ -106,29 +91,7 @@ def rotary(
         num_warps=2,
         enable_fp_fusion=True,
     )
-
-
-def _check_store(store: Store, k: torch.Tensor) -> None:
-    check_cache(store.k_cache, store.v_cache, k.dtype, store.scales)
-    T, G, D = k.shape
-    if store.v.shape != k.shape or store.v.dtype != k.dtype or store.k_cache.shape[2:] != (G, D):
-        raise ValueError(
-            f"k {list(k.shape)} {k.dtype} and v {list(store.v.shape)} {store.v.dtype} do not fit a "
-            f"cache of {list(store.k_cache.shape)}"
-        )
-    if store.slot_mapping.shape != (T,) or store.slot_mapping.dtype != torch.int64:
-        raise ValueError(
-            f"slot_mapping is {list(store.slot_mapping.shape)} {store.slot_mapping.dtype}, must "
-            f"be [{T}] int64"
-        )
-    check_rows("v", store.v)
-    check_device(
-        k,
-        v=store.v,
-        k_cache=store.k_cache,
-        v_cache=store.v_cache,
-        slot_mapping=store.slot_mapping,
-    )
+    return None
 
 
 @triton.jit

@@ -4,7 +4,9 @@ import torch
 import triton
 import triton.language as tl
 
+from kernels import cpu_layers
 from kernels.checks import ACTIVATIONS, check_contiguous, check_device, check_rows
+from kernels.cpu_build import runs_natively
 from kernels.tuned import target_of
 
 _TILE = 1024
@@ -21,6 +23,8 @@ def silu_and_mul(gate_up: torch.Tensor, out: torch.Tensor | None = None) -> torc
     Numerics: in fp32, rounded once.
     Cost: reads 2 * T * I elements and writes T * I; bound by memory.
     """
+    if runs_natively(gate_up.device):
+        return cpu_layers.silu_and_mul(gate_up, out)
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.dtype not in ACTIVATIONS:
         raise ValueError(f"gate_up is {list(gate_up.shape)} {gate_up.dtype}, must be [T, 2 * I]")
     T, size = gate_up.shape[0], gate_up.shape[1] // 2

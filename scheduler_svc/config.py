@@ -140,7 +140,7 @@ class SchedulerSettings(BaseSettings):
     """Most tokens of a request, prompt and output. Unset: what the model was made for."""
 
     max_num_seqs: int = Field(default=DEFAULT_MAX_NUM_SEQS, ge=1, le=65536)
-    """Most requests in a step. Lowered to max-num-batched-tokens unless given."""
+    """Most sequences in a step. Lowered to max-num-batched-tokens unless given."""
 
     max_num_batched_tokens: int = Field(default=2048, ge=1, le=2**24)
     """Most tokens in a step. More raises throughput, and the time between two tokens."""

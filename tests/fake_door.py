@@ -3,8 +3,9 @@
 import asyncio
 import time
 from array import array
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 
 from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
@@ -18,6 +19,7 @@ from scheduler_svc.service.engine_door import (
     Accepted,
     Account,
     Finish,
+    Gain,
     GroupState,
     Load,
     ServerState,
@@ -27,6 +29,9 @@ from scheduler_svc.service.engine_door import (
     WorkerState,
 )
 from scheduler_svc.service.step_record import StepTimes
+
+MAX_OUTPUT = 1000
+"""Tokens of a hypothesis, if nothing ends it before."""
 
 Script = Callable[[Submission], Iterable[int]]
 
@@ -39,18 +44,51 @@ def successors(submission: Submission) -> Iterable[int]:
         yield token
 
 
+class FakeSequence:
+    """One sequence's scripted tokens, and how it ends."""
+
+    def __init__(self, script: Iterable[int], submission: Submission, limit: int) -> None:
+        self._token_ids = iter(script)
+        self._submission = submission
+        self._limit = limit
+        self.num_output_tokens = 0
+        self.finish: Finish | None = None
+        self.told = False
+
+    def next_tokens(self, count: int) -> tuple[int, ...]:
+        """Return the next tokens, fewer if the sequence ends, or has ended, before."""
+        submission, tokens = self._submission, list[int]()
+        while self.finish is None and len(tokens) < count:
+            token = next(self._token_ids, None)
+            if token is None:
+                self.finish = Finish(FinishReason.ERROR, None, "the script is over")
+                break
+            tokens.append(token)
+            self.num_output_tokens += 1
+            if token in submission.eos_token_ids:
+                self.finish = Finish(FinishReason.STOP, None, "")
+            elif token in submission.stop_token_ids:
+                self.finish = Finish(FinishReason.STOP, token, "")
+            elif self.num_output_tokens == self._limit:
+                self.finish = Finish(FinishReason.LENGTH, None, "")
+        return tuple(tokens)
+
+
 class FakeStream:
-    """One request's scripted tokens, `batch_size` to a batch."""
+    """One request's scripted tokens, `batch_size` of each sequence to a batch."""
 
     def __init__(self, door: "FakeDoor", submission: Submission) -> None:
         self._door = door
         self._submission = submission
-        self._token_ids = iter(door.script(submission))
-        self._num_output_tokens = 0
-        self._finish: Finish | None = None
+        self._account: Account | None = None
         self._first_ns: int | None = None
         self.aborted = asyncio.Event()
         limit = submission.max_output_tokens or door.max_model_len - len(submission.token_ids)
+        scripts = (door.script, *door.more_scripts)
+        self._sequences = [
+            FakeSequence(scripts[index % len(scripts)](submission), submission, limit)
+            for index in range(submission.num_outputs)
+        ]
         self.accepted = Accepted(
             submission.request_id, len(submission.token_ids), limit, submission.sampling.seed
         )
@@ -60,59 +98,52 @@ class FakeStream:
 
     async def _batches(self) -> AsyncIterator[TokenBatch]:
         step_id = -1
-        while True:
+        while self._account is None:
             step_id += 1
-            batch: list[int] = []
-            if self._finish is None:
+            if all(sequence.finish is None or sequence.told for sequence in self._sequences):
                 await self._door.between_batches(self)
                 if self._door.error is not None:
                     raise self._door.error
-                if self.aborted.is_set():
-                    self._finish = self._end(FinishReason.ABORT)
-                else:
-                    batch = self._next_batch()
+            gains = tuple(self._gains(step_id))
+            if all(sequence.told for sequence in self._sequences):
+                self._account = self.account(finished=True)
             # The reader may call `finish` while it has the batch.
-            is_last = self._finish is not None
-            yield TokenBatch(tuple(batch), step_id, self._finish)
-            if is_last:
-                return
+            yield TokenBatch(gains, self._account)
 
-    def _next_batch(self) -> list[int]:
-        submission, batch = self._submission, []
-        for token in self._token_ids:
-            self._first_ns = self._first_ns or time.monotonic_ns()
-            batch.append(token)
-            self._num_output_tokens += 1
-            if token in submission.eos_token_ids:
-                self._finish = self._end(FinishReason.STOP)
-            elif token in submission.stop_token_ids:
-                self._finish = self._end(FinishReason.STOP, token)
-            elif self._num_output_tokens == self.accepted.max_output_tokens:
-                self._finish = self._end(FinishReason.LENGTH)
-            if self._finish or len(batch) == self._door.batch_size:
-                return batch
-        self._finish = self._end(FinishReason.ERROR, error="the script is over")
-        return batch
+    def _gains(self, step_id: int) -> Iterator[Gain]:
+        beams = self._submission.beam is not None
+        for index, sequence in enumerate(self._sequences):
+            if sequence.told:
+                continue
+            if self.aborted.is_set():
+                sequence.finish = sequence.finish or Finish(FinishReason.ABORT, None, "")
+            tokens = sequence.next_tokens(MAX_OUTPUT if beams else self._door.batch_size)
+            if tokens:
+                self._first_ns = self._first_ns or time.monotonic_ns()
+            finish = sequence.finish
+            if beams and finish is not None:
+                finish = replace(finish, cumulative_logprob=-2.0 - index, score=-0.5 - index)
+            sequence.told = finish is not None
+            yield Gain(index, tokens, step_id, finish)
 
-    def _end(self, reason: FinishReason, stop: int | None = None, error: str = "") -> Finish:
-        return Finish(reason, stop, error, self.account(finished=True))
-
-    def finish(self, num_output_tokens: int) -> None:
-        """End the output after so many tokens."""
+    def finish(self, sequence_index: int, num_output_tokens: int) -> None:
+        """End a sequence after so many tokens."""
         self._door.cuts.append(num_output_tokens)
-        if self._finish is None:
-            self._num_output_tokens = num_output_tokens
-            self._finish = self._end(FinishReason.STOP)
+        sequence = self._sequences[sequence_index]
+        if not sequence.told:
+            sequence.num_output_tokens = num_output_tokens
+            sequence.finish = Finish(FinishReason.STOP, None, "")
 
     def account(self, *, finished: bool = False) -> Account:
         """Say what the request cost."""
-        if self._finish is not None:
-            return self._finish.account
+        if self._account is not None:
+            return self._account
         submission = self._submission
         started = self._first_ns is not None
+        num_output_tokens = sum(sequence.num_output_tokens for sequence in self._sequences)
         return Account(
             num_prompt_tokens=len(submission.token_ids),
-            num_output_tokens=self._num_output_tokens,
+            num_output_tokens=num_output_tokens,
             num_cached_tokens=self._door.num_cached_tokens,
             num_recomputed_tokens=0,
             num_preemptions=len(self._door.preemption_times_ns),
@@ -121,7 +152,7 @@ class FakeStream:
             first_token_ns=self._first_ns,
             finished_ns=time.monotonic_ns() if finished else None,
             first_step_id=0 if started else None,
-            last_step_id=self._num_output_tokens if started else None,
+            last_step_id=num_output_tokens if started else None,
             preemption_times_ns=tuple(self._door.preemption_times_ns),
             miss_reason=MissReason.TAIL if started else None,
         )
@@ -133,6 +164,8 @@ class FakeDoor:
     def __init__(self, max_model_len: int) -> None:
         self.max_model_len = max_model_len
         self.script: Script = successors
+        self.more_scripts: tuple[Script, ...] = ()
+        """Of the sequences behind the first; all in turn, if a request has more."""
         self.batch_size = 1
         self.step_s = 0.0
         self.error: RequestError | None = None

@@ -6,12 +6,21 @@ wrongly shared block therefore shows as a wrong history, in the step that reads 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
 from itertools import chain
 
 import numpy as np
 
+from scheduler_svc.core.beam_search import BeamSearch
 from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
-from scheduler_svc.core.step_plan import StepPlan, StepResult
+from scheduler_svc.core.request import BeamOptions, Hypothesis, Stopping
+from scheduler_svc.core.step_plan import (
+    Candidates,
+    Float32Array,
+    Int32Array,
+    StepPlan,
+    StepResult,
+)
 
 ROOT = 17
 
@@ -27,6 +36,31 @@ def next_token(history: int, index: int = 0, vocabulary: int = 3) -> int:
     What is drawn also depends on the sequence's index.
     """
     return ((hash((history, index)) if index else history) >> 7) % vocabulary
+
+
+def likeliest(history: int, count: int, vocabulary: int = 9) -> tuple[Int32Array, Float32Array]:
+    """Return the likeliest ids behind a history, with their log-probabilities."""
+    noise = [hash((history, token)) % 1000 / 200 for token in range(vocabulary)]
+    logits = np.array(noise, dtype=np.float32)
+    logprobs = logits - np.log(np.exp(logits).sum())
+    ids = np.argsort(-logprobs, kind="stable")[:count].astype(np.int32)
+    return ids, logprobs[ids]
+
+
+def search_alone(
+    prompt: Sequence[int],
+    options: BeamOptions,
+    stopping: Stopping,
+    max_output: int,
+    root: int = ROOT,
+) -> list[Hypothesis]:
+    """Search without a scheduler: the oracle of beams."""
+    search = BeamSearch(options, stopping, max_output)
+    histories = [reduce(extend, prompt, root)]
+    while not search.done:
+        going = search.advance([likeliest(each, search.num_candidates) for each in histories])
+        histories = [extend(histories[parent], token) for parent, token in going]
+    return search.best()
 
 
 def generate_alone(
@@ -54,23 +88,32 @@ class FakeRow:
     num_new: int
     index: int = 0
     num_samples: int = 1
+    num_candidates: int = 0
     histories: list[int] = field(default_factory=list)
     failed: bool = False
+    root: int = ROOT
 
     def history(self, position: int) -> int:
         """Return the history that ends at a position."""
         while len(self.histories) <= position:
-            before = self.histories[-1] if self.histories else ROOT
+            before = self.histories[-1] if self.histories else self.root
             self.histories.append(extend(before, self.tokens[len(self.histories)]))
         return self.histories[position]
 
     def sample(self) -> list[int]:
         """Draw the tokens behind the last, for each index asked for, and keep the first."""
         history = self.history(len(self.tokens) - 1)
+        if self.num_candidates:
+            self.tokens.append(int(self.candidates()[0][0]))
+            return self.tokens[-1:]
         drawn = [next_token(history, self.index + i) for i in range(self.num_samples)]
         self.tokens.append(drawn[0])
         self.num_samples = 1
         return drawn
+
+    def candidates(self) -> tuple[Int32Array, Float32Array]:
+        """Return the likeliest ids behind the last token, if they were asked for."""
+        return likeliest(self.history(len(self.tokens) - 1), self.num_candidates)
 
     def fork(self, index: int, last_token: int | None, num_blocks: int) -> "FakeRow":
         """Return a row that goes on from here, with the first blocks and another last token."""
@@ -88,6 +131,14 @@ class FakeRow:
         )
 
 
+def _columns(candidates: list[tuple[Int32Array, Float32Array]]) -> Candidates | None:
+    counts = np.array([len(ids) for ids, _ in candidates], dtype=np.int32)
+    if not counts.any():
+        return None
+    ids, logprobs = zip(*candidates, strict=True)
+    return Candidates(np.concatenate(ids), np.concatenate(logprobs), counts)
+
+
 class FakeWorker:
     """Runs step plans, proving that each row reads exactly its own past, in every KV group."""
 
@@ -101,6 +152,8 @@ class FakeWorker:
         self.cache: dict[int, int] = {}
         self.next_step_id = 0
         self.num_copies = 0
+        self.roots: dict[str, int] = {}
+        """History that requests start with, by their ids: what an adapter or a salt changes."""
 
     def run(self, plan: StepPlan, failing: frozenset[int] = frozenset()) -> StepResult:
         """Run one step: all rows store, then all rows read, as kernels do."""
@@ -118,6 +171,7 @@ class FakeWorker:
                     assert self.block_size <= slot < (self.num_blocks + 1) * self.block_size
                     self.cache[slot] = row.history(position)
         sampled: list[list[int]] = []
+        candidates: list[tuple[Int32Array, Float32Array]] = []
         sampling, errors = [], []
         for number, row in running:
             row.failed |= number in failing
@@ -132,6 +186,7 @@ class FakeWorker:
             assert end <= len(row.tokens)
             if end == len(row.tokens):
                 sampling.append(number)
+                candidates.append(row.candidates())
                 sampled.append(row.sample())
         return StepResult(
             plan.step_id,
@@ -139,6 +194,7 @@ class FakeWorker:
             tuple(errors),
             np.array(sampling, dtype=np.int32),
             np.array([len(tokens) for tokens in sampled], dtype=np.int32),
+            _columns(candidates),
         )
 
     def _follow(self, plan: StepPlan) -> None:
@@ -173,6 +229,8 @@ class FakeWorker:
                 new.num_new_tokens,
                 new.sequence_index,
                 new.num_samples,
+                new.num_candidates,
+                root=self.roots.get(new.request_id, ROOT),
             )
         for gained in plan.appended:
             for number, block in zip(gained.rows.tolist(), gained.blocks.tolist(), strict=True):

@@ -17,12 +17,16 @@ class KvReplica:
     """
 
     def __init__(
-        self, algorithm: HashAlgorithm, root: BlockHash, salts: Iterable[bytes] = (b"",)
+        self,
+        algorithm: HashAlgorithm,
+        root: BlockHash,
+        salts: Iterable[bytes] = (b"",),
+        extras: Iterable[ExtraKeys] = (),
     ) -> None:
         self.names: dict[BlockHash, tuple[int, ...]] = {}
         self._algorithm = algorithm
         self._root = root
-        self._extras = [ExtraKeys(salt) for salt in salts]
+        self._extras = [*map(ExtraKeys, salts), *extras]
 
     def apply(self, events: Iterable[KvEvent]) -> None:
         for event in events:

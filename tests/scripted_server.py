@@ -36,10 +36,24 @@ def accepted(request_id: str = "r1", prompt_tokens: int = 3) -> inference_pb2.Ge
     )
 
 
-def delta(text: str, token_ids: Sequence[int]) -> inference_pb2.GenerateResponse:
+def delta(
+    text: str, token_ids: Sequence[int], sequence_index: int = 0
+) -> inference_pb2.GenerateResponse:
     return inference_pb2.GenerateResponse(
-        deltas=[inference_pb2.Delta(text=text, token_ids=token_ids, step_id=5)]
+        deltas=[
+            inference_pb2.Delta(
+                text=text, token_ids=token_ids, step_id=5, sequence_index=sequence_index
+            )
+        ]
     )
+
+
+def sequence_ended(sequence_index: int, **fields: Any) -> inference_pb2.GenerateResponse:
+    """Return a message with the end of one sequence, of which others may follow."""
+    finished = inference_pb2.Finished(
+        sequence_index=sequence_index, reason=generation_pb2.FINISH_REASON_STOP, **fields
+    )
+    return inference_pb2.GenerateResponse(finished=[finished])
 
 
 def ended(completion_tokens: int = 2, cached_tokens: int = 0) -> inference_pb2.GenerateResponse:

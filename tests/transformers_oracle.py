@@ -5,6 +5,7 @@
 import os
 import warnings
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -84,3 +85,50 @@ def greedy(model: LlamaForCausalLM, prompt: Sequence[int], count: int) -> list[i
     assert isinstance(output, torch.Tensor)
     tokens: list[int] = output[0, len(prompt) :].tolist()
     return tokens
+
+
+@dataclass(frozen=True, slots=True)
+class BeamOracle:
+    """What `transformers` returns for one hypothesis."""
+
+    tokens: list[int]
+    """Generated, with the end-of-sequence id if there is one."""
+
+    score: float
+
+
+@torch.inference_mode()
+def beam_search(
+    model: LlamaForCausalLM,
+    prompt: Sequence[int],
+    count: int,
+    *,
+    width: int,
+    eos_token_ids: Sequence[int],
+    num_returned: int,
+    length_penalty: float = 1.0,
+    early_stopping: bool | str = False,
+) -> list[BeamOracle]:
+    """Return the best hypotheses behind a prompt, of at most `count` tokens, the best first."""
+    prompts = torch.tensor([list(prompt)])
+    settings = GenerationConfig(
+        max_new_tokens=count,
+        do_sample=False,
+        num_beams=width,
+        num_return_sequences=num_returned,
+        length_penalty=length_penalty,
+        early_stopping=early_stopping,
+        eos_token_id=list(eos_token_ids),
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    output: Any = model.generate(prompts, settings, attention_mask=torch.ones_like(prompts))
+    found = []
+    for tokens, score in zip(
+        output.sequences.tolist(), output.sequences_scores.tolist(), strict=True
+    ):
+        generated = tokens[len(prompt) :]
+        ends = [place for place, token in enumerate(generated) if token in eos_token_ids]
+        found.append(BeamOracle(generated[: ends[0] + 1] if ends else generated, score))
+    return found

@@ -8,7 +8,7 @@ from worker_svc.errors import ConfigError
 from worker_svc.service.bench_forward import bench_forward
 from worker_svc.service.exit_status import ExitStatus
 from worker_svc.service.local_model import LocalModel, LocalSettings, set_threads
-from worker_svc.service.logs import make_logger
+from worker_svc.service.logs import Logger, make_logger
 from worker_svc.service.shutdown import Shutdown, stopped_by_signals
 from worker_svc.service.worker import JoinSettings, Worker
 
@@ -19,7 +19,8 @@ def main() -> ExitStatus:
         settings = read_settings(sys.argv[1:])
         set_threads(settings.threads)
         if settings.bench_forward:
-            bench_forward(LocalModel(_local_settings(settings)), sys.stdin, sys.stdout)
+            host = LocalModel(_local_settings(settings), _logger(settings))
+            bench_forward(host, sys.stdin, sys.stdout)
             return ExitStatus.STOPPED
         return _work(settings)
     except ConfigError as error:
@@ -29,19 +30,24 @@ def main() -> ExitStatus:
 
 def _work(settings: WorkerSettings) -> ExitStatus:
     shutdown = Shutdown()
+    log = _logger(settings)
     with stopped_by_signals(shutdown):
         worker = Worker(
-            LocalModel(_local_settings(settings)),
+            LocalModel(_local_settings(settings), log),
             JoinSettings(
                 address=settings.join,
                 secret=settings.join_secret.get_secret_value(),
                 timeout_s=settings.join_timeout,
             ),
             shutdown,
-            make_logger(sys.stderr, settings.log_format, settings.log_level),
+            log,
             exit_now=lambda: os._exit(ExitStatus.STOPPED),
         )
         return worker.run()
+
+
+def _logger(settings: WorkerSettings) -> Logger:
+    return make_logger(sys.stderr, settings.log_format, settings.log_level)
 
 
 def _local_settings(settings: WorkerSettings) -> LocalSettings:
@@ -50,6 +56,7 @@ def _local_settings(settings: WorkerSettings) -> LocalSettings:
         device=settings.device,
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
+        attention_backend=settings.attention_backend,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         num_gpu_blocks_override=settings.num_gpu_blocks_override,

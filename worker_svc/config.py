@@ -96,6 +96,10 @@ class WorkerSettings(BaseSettings):
     """Bytes of the KV cache, whatever memory is free. Unset: as memory allows; on a CPU 0.4 of what
     is free, at most 4 GiB."""
 
+    attention_backend: Literal["auto", "native", "torch"] = "auto"
+    """auto (the best that serves), native (compiled code, on a CPU) or torch (anywhere; on a CPU
+    some ten times slower at decoding)."""
+
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of a GPU's memory for weights, activations and KV cache together."""
 

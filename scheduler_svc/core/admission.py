@@ -2,6 +2,16 @@
 
 import numpy as np
 
+from scheduler_svc.core.beam_rows import (
+    LanePlan,
+    admit_lanes,
+    freed_blocks,
+    lanes_of,
+    num_lane_blocks,
+    plan_lanes,
+    preemptible,
+)
+from scheduler_svc.core.beams import begin_search
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.copy_on_write import num_copies_after_fork, num_pending_copies
 from scheduler_svc.core.departure import end, preempt
@@ -76,7 +86,7 @@ def _claim(
     False, and nothing changed, if it need not or does not.
     """
     rows, block_size = state.rows, state.limits.block_size
-    yielding = state.waiting.yielding_to(request, rows.running)
+    yielding = [*preemptible(state, state.waiting.yielding_to(request, rows.running))]
     if state.pending_forks:
         yielding = [other for other in yielding if not _is_in_fork(state, other)]
     if not yielding:
@@ -91,15 +101,18 @@ def _claim(
         victim = state.choose_victim(yielding, rows, pool, block_size)
         yielding.remove(victim)
         victims.append(victim)
-        row = rows.row_of(victim)
-        lacking_rows -= 1 + victim.num_reserved_rows
-        lacking -= pool.count_own(set(victim.blocks).difference(hits))
-        lacking -= _num_lacking(state, row, pool)
-        budget += int(draft.num_new[row])
+        lacking -= len(freed_blocks(state, victim, pool).difference(hits))
+        lacking_rows -= victim.num_reserved_rows
+        for lane in lanes_of(state, victim):
+            row = rows.row_of(lane)
+            lacking -= _num_lacking(state, row, pool)
+            lacking_rows -= 1
+            budget += int(draft.num_new[row])
     if budget <= 0 or not victims:
         return False
     for victim in victims:
-        draft.drop(rows.row_of(victim))
+        for lane in lanes_of(state, victim):
+            draft.drop(rows.row_of(lane))
         preempt(state, victim, now_ns)
         draft.num_preempted += 1
     _look_ahead(state, draft, pool)
@@ -114,7 +127,11 @@ def _num_blocks_wanted(
     Its whole known length must fit, beside those of the rows that run, or a long prompt
     would be preempted half way.
     """
-    wanted = num_wanted(request.num_tokens, hits, state.limits, pool) + draft.promised_blocks
+    if (lanes := _lanes_that_resume(state, request, pool)) is not None:
+        wanted = num_lane_blocks(state, lanes, pool)
+    else:
+        wanted = num_wanted(request.num_tokens, hits, state.limits, pool)
+    wanted += draft.promised_blocks
     if request.awaits_fork:
         wanted += num_copies_after_fork(request, state.limits.block_size) * pool.num_groups
     if request.num_preemptions and state.rows.running:
@@ -130,6 +147,9 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     hits = find_blocks(state, request, draft, pool)
     if _num_blocks_wanted(state, request, hits, draft, pool) > pool.num_free:
         return False
+    if (lanes := _lanes_that_resume(state, request, pool)) is not None:
+        admit_lanes(state, lanes, draft, pool)
+        return True
     num_hit_columns = len(hits) // pool.num_groups
     num_hit = num_hit_columns * block_size
     gap = request.num_tokens - num_hit
@@ -144,7 +164,7 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     draft.add(request, count)
     # What it ran in this step is behind it when it takes more.
     draft.promised_blocks += _num_lacking(state, row, pool)
-    if request.has_siblings:
+    if request.has_family:
         _note_family(state, request, row, draft, hits, pool)
     draft.num_long_prefills += gap > state.limits.max_row_tokens
     state.waiting.charge(request, count)
@@ -162,9 +182,18 @@ def _num_lacking(state: SchedulerState, row: int, pool: BlockPool) -> int:
     )
 
 
+def _lanes_that_resume(
+    state: SchedulerState, request: Request, pool: BlockPool
+) -> list[LanePlan] | None:
+    """Return how the beams of a request come back, if it has any yet."""
+    if request.beam is None or request.awaits_fork:
+        return None
+    return plan_lanes(state, state.beams[request], pool)
+
+
 def _num_rows_wanted(request: Request) -> int:
-    """Return how many rows must be free to admit a request: those of its family, until it forks."""
-    if not request.awaits_fork:
+    """Return how many rows must be free to admit a request: those of beams, or of a new family."""
+    if not request.awaits_fork and request.beam is None:
         return 1
     return sum(1 for each in request.family if each.finish_reason is None)
 
@@ -184,6 +213,8 @@ def _note_family(
     if not request.awaits_fork:
         note_borrowed(state, request, draft, hits)
         return
+    if request.beam is not None:
+        begin_search(state, request, request.beam)
     state.families[row] = request
     state.rows.limit[row] = request.num_tokens + 1
     request.num_reserved_rows = _num_rows_wanted(request) - 1
@@ -193,7 +224,12 @@ def _note_family(
 
 
 def _is_in_fork(state: SchedulerState, request: Request) -> bool:
-    """Whether a running request is part of a fork that this plan carries: it must not leave now."""
+    """Whether a running request is part of a fork that this plan carries, and must not leave now.
+
+    Beams may: all of a fork's rows leave with them.
+    """
+    if request.beam is not None:
+        return False
     row = state.rows.row_of(request)
     return row in state.pending_forks or any(
         fork.parent_row == row for fork in state.pending_forks.values()

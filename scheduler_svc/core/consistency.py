@@ -2,17 +2,13 @@
 
 from scheduler_svc.core.errors import InvariantError
 from scheduler_svc.core.free_block_queue import NULL_BLOCK
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import SchedulerState
 
 
 def check_state(state: SchedulerState) -> None:
     """Prove the invariants. Raises: InvariantError. Cost: O(blocks); for tests."""
-    alive = [
-        each
-        for root in state.live.values()
-        for each in root.family
-        if each.finish_reason is None and (each is root or not each.awaits_fork)
-    ]
+    alive = [each for root in state.live.values() for each in _queued_or_running(root)]
     if state.pool is not None:
         state.pool.check([request.blocks for request in alive])
     state.rows.check()
@@ -42,6 +38,17 @@ def _check_tables(state: SchedulerState) -> None:
                 raise InvariantError(f"row {row} lacks a block that it sees")
 
 
+def _queued_or_running(root: Request) -> list[Request]:
+    """Return the members who must be in the queue or in a row."""
+    if root.beam is not None:
+        return [each for each in root.family if each is root or each.row is not None]
+    return [
+        each
+        for each in root.family
+        if each.finish_reason is None and (each is root or not each.awaits_fork)
+    ]
+
+
 def _check_families(state: SchedulerState) -> None:
     rows = state.rows
     if rows.num_reserved != sum(root.num_reserved_rows for root in state.families.values()):
@@ -57,3 +64,7 @@ def _check_families(state: SchedulerState) -> None:
     for fork in state.pending_forks.values():
         if fork.parent_row not in known or fork.parent_row in state.released_rows:
             raise InvariantError(f"row {fork.parent_row} is released before it is forked")
+    for root, beams in state.beams.items():
+        holds = [lane.row is not None for lane in beams.lanes]
+        if root.finish_reason is not None or any(holds) != all(holds):
+            raise InvariantError(f"some beams of {root.request_id} run without the others")

@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from scheduler_svc.core.beam_rows import preemptible
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.copy_on_write import copy_tails, rows_to_copy
 from scheduler_svc.core.departure import preempt
@@ -42,7 +43,7 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
             copy_tails(rows, draft, pool, due)
             _grow(rows, draft, growing, needed, pool)
             break
-        victim = state.choose_victim(rows.running, rows, pool, block_size)
+        victim = state.choose_victim(preemptible(state, rows.running), rows, pool, block_size)
         [cost] = state.choose_victim.costs([victim], rows, pool, block_size)
         late = _latecomers(rows, growing, needed, due, pool.num_free // num_groups)
         num_paused = len(paused) + len(late)

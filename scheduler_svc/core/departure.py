@@ -10,14 +10,22 @@ from scheduler_svc.core.state import SchedulerState
 def preempt(
     state: SchedulerState, request: Request, now_ns: int, *, keep_in_flight: bool = True
 ) -> None:
-    """Take a running request's blocks; it waits, with its outputs, where its precedence is."""
-    row = state.rows.row_of(request)
-    if keep_in_flight:
-        generation = int(state.rows.generation[row])
-        request.num_pending_tokens = state.journal.adopt(request, row, generation)
-    request.computed_before_preemption = int(state.rows.num_computed[row])
+    """Take a running request's blocks; it waits, with its outputs, where its precedence is.
+
+    Beams leave all together, and what they sample in flight is sampled again.
+    """
+    root = request.root
+    if root.beam is not None and not root.awaits_fork:
+        _leave_beams(state, root)
+        request = root
+    else:
+        row = state.rows.row_of(request)
+        if keep_in_flight and root.beam is None:
+            generation = int(state.rows.generation[row])
+            request.num_pending_tokens = state.journal.adopt(request, row, generation)
+        request.computed_before_preemption = int(state.rows.num_computed[row])
+        _leave_row(state, request)
     request.preemption_times_ns.append(now_ns)
-    _leave_row(state, request)
     state.counters.preemptions += 1
     state.waiting.add(request)
 
@@ -25,9 +33,20 @@ def preempt(
 def end(
     state: SchedulerState, request: Request, reason: FinishReason, now_ns: int
 ) -> list[Request]:
-    """Finish a live request, wherever it is. Return who ended: of a family not yet forked, all."""
+    """Finish a live request, wherever it is. Return who ended.
+
+    That is the whole family, if it has not been forked yet or consists of beams.
+    """
+    root = request.root
+    if root.beam is not None and not root.awaits_fork:
+        if root.row is None:
+            state.waiting.remove(root)
+        else:
+            _leave_beams(state, root)
+        close(state, root, reason, now_ns)
+        return [root]
     if request.awaits_fork:
-        return end_unforked(state, request, reason, now_ns)
+        return _end_unforked(state, request, reason, now_ns)
     if request.row is not None:
         _leave_row(state, request)
     else:
@@ -36,19 +55,22 @@ def end(
     return [request]
 
 
-def end_unforked(
+def _end_unforked(
     state: SchedulerState, request: Request, reason: FinishReason, now_ns: int
 ) -> list[Request]:
     """Finish a member before its fork; the root takes all with it."""
-    ended = [request]
-    if request is not request.root:
-        unreserve_row(state, request.root)
-    elif request.row is not None:
+    root = request.root
+    if request is not root:
+        if root.num_reserved_rows:
+            root.num_reserved_rows -= 1
+            state.rows.num_reserved -= 1
+        close(state, request, reason, now_ns)
+        return [request]
+    if request.row is not None:
         _leave_row(state, request)
     else:
         state.waiting.remove(request)
-    if request is request.root:
-        ended += [each for each in request.family[1:] if each.finish_reason is None]
+    ended = [each for each in request.members if each.finish_reason is None]
     for each in ended:
         each.error = request.error
         close(state, each, reason, now_ns)
@@ -65,13 +87,7 @@ def close(state: SchedulerState, request: Request, reason: FinishReason, now_ns:
         request.last_step_id = max(0, state.next_step_id - 1)
     if all(each.finish_reason is not None for each in request.members):
         del state.live[request.key]
-
-
-def unreserve_row(state: SchedulerState, root: Request) -> None:
-    """Give back one of the rows that were kept for the members of a root that runs."""
-    if root.num_reserved_rows:
-        root.num_reserved_rows -= 1
-        state.rows.num_reserved -= 1
+        state.beams.pop(request, None)
 
 
 def _leave_row(state: SchedulerState, request: Request) -> None:
@@ -108,3 +124,19 @@ def _leave_forks(state: SchedulerState, request: Request, row: int) -> bool:
         state.shared_tails.remove(vacated)
         state.shared_tails.add(row)
     return True
+
+
+def _leave_beams(state: SchedulerState, root: Request) -> None:
+    """Take rows and blocks from all beams of a family, and forget what they would have gone on."""
+    family = state.beams[root]
+    family.received.clear()
+    family.blocked.clear()
+    rows = [state.rows.row_of(lane) for lane in family.lanes]
+    for row in rows:
+        # Nobody stays to take over a parent's row, so no fork may name it any more.
+        fork = state.pending_forks.pop(row, None)
+        if fork is not None and fork.is_new:
+            state.pending_forks[row] = replace(fork, parent_row=row)
+    for lane, row in zip(family.lanes, rows, strict=True):
+        lane.computed_before_preemption = int(state.rows.num_computed[row])
+        _leave_row(state, lane)

@@ -26,6 +26,8 @@ def fork_running(
     """
     rows, row = state.rows, state.rows.row_of(root)
     num_blocks = int(rows.num_blocks[row])
+    # Before others share its blocks, or they would name them again.
+    state.prefixes.publish_filled(pool)
     state.families.pop(row)
     rows.num_reserved -= root.num_reserved_rows
     root.num_reserved_rows = 0

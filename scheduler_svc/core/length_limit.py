@@ -32,16 +32,22 @@ def length_limit(request: Request, limits: Limits, pool: BlockPool | None) -> in
         return longest if wanted is None else prompt + wanted
     # The last token is sampled, but never stored.
     width = request.width if request.awaits_fork or request.beam else 1
-    slots = _slots_of_groups(prompt, width, limits, pool)
-    if wanted is None and prompt <= slots:
+    if request.beam is not None:
+        # Beams that come back take whole tables, windows or not.
+        slots = num_slots(prompt, width, limits.block_size, pool.num_unpinnable // pool.num_groups)
+    else:
+        slots = _slots_of_groups(prompt, width, limits, pool)
+    # A smaller pool than before may not hold what an open end has come to.
+    known = request.num_tokens
+    if wanted is None and known <= slots:
         return min(longest, slots + 1)
-    needed = prompt + (wanted or 1) - 1
+    needed = known if wanted is None else prompt + wanted - 1
     if needed > slots:
         family = f" for each of {width} sequences that share the prompt" if width > 1 else ""
         raise NeverFitsError(
             "prompt",
-            f"prompt of {prompt} tokens and max_tokens of {wanted or 1} need {needed} slots of "
-            f"KV memory{family}, {_what_has(pool)} {slots}",
+            f"prompt of {prompt} tokens and max_tokens of {needed - prompt + 1} need {needed} "
+            f"slots of KV memory{family}, {_what_has(pool)} {slots}",
         )
     return needed + 1
 
@@ -68,11 +74,11 @@ def num_slots(num_prompt_tokens: int, width: int, block_size: int, num_blocks: i
     """
     if width == 1:
         return num_blocks * block_size
-    shared = num_prompt_tokens // block_size
-    own = max(0, num_blocks - shared) // width
+    shared = min(num_prompt_tokens // block_size, num_blocks)
+    own = (num_blocks - shared) // width
     if own == 0 and -(-num_prompt_tokens // block_size) <= num_blocks:
         return num_prompt_tokens
-    return (min(shared, num_blocks) + own) * block_size
+    return (shared + own) * block_size
 
 
 def _slots_of_groups(num_prompt_tokens: int, width: int, limits: Limits, pool: BlockPool) -> int:

@@ -299,6 +299,11 @@ class Request:
         return self.beam.width if self.beam else self.num_sequences
 
     @property
+    def num_samples(self) -> int:
+        """Tokens that its row draws when it next samples: one for each member to be forked."""
+        return self.num_sequences if self.awaits_fork else 1
+
+    @property
     def root(self) -> "Request":
         """The member that was asked for, and runs the prompt."""
         return self._root or self
@@ -318,9 +323,9 @@ class Request:
         return (self.root,) if self.root.beam else self.family
 
     @property
-    def has_siblings(self) -> bool:
+    def has_family(self) -> bool:
         """It is one of several that may share what they hold."""
-        return self._root is not None or self.width > 1
+        return self._root is not None or self.width > 1 or self.beam is not None
 
     @property
     def num_tokens(self) -> int:

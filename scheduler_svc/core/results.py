@@ -56,6 +56,8 @@ def _take_step(state: SchedulerState, result: StepResult, failed: set[int]) -> F
         raise ValueError(
             f"step {result.step_id} gave {len(result.tokens)} tokens, expected {wanted}"
         )
+    if result.num_tokens is not None and (result.num_tokens != 1).any():
+        raise ValueError(f"step {result.step_id} gave num_tokens {result.num_tokens}, expected 1s")
     if failed and (strangers := failed - set(step.rows.tolist())):
         raise ValueError(f"step {result.step_id} failed rows {sorted(strangers)}, not in it")
     if result.rows is not None:
@@ -137,9 +139,12 @@ def _fail_row(
     request = step.orphans.get(row)
     if step.ran_for(row, int(state.rows.generation[row])):
         request = state.rows.owner(row)
-        first = request.admitted_tokens // state.limits.block_size * pool.num_groups
-        tainted.update(request.blocks[first:])
+        for each in request.family if request.root.beam else (request,):
+            first = each.admitted_tokens // state.limits.block_size * pool.num_groups
+            tainted.update(each.blocks[first:])
     tainted.discard(NULL_BLOCK)
+    if request is not None and request.root.beam is not None:
+        request = request.root
     if request is not None and request.finish_reason is None:
         request.error = reason
         request.last_step_id = step.step_id
@@ -153,6 +158,6 @@ def _fail_row(
         if block in tainted
     }
     for other in reversed(list(state.rows.running)):
-        if other in gave_back or not tainted.isdisjoint(other.blocks):
+        if other.row is not None and (other in gave_back or not tainted.isdisjoint(other.blocks)):
             # What it sampled from these blocks, here and in later steps, is in doubt too.
             preempt(state, other, now_ns, keep_in_flight=False)

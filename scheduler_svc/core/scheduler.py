@@ -3,6 +3,7 @@
 from array import array
 
 from scheduler_svc.core.admission import admit_waiting
+from scheduler_svc.core.beam_rows import wake_lanes
 from scheduler_svc.core.block_hash import BlockHash, ExtraKeys, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.consistency import check_state
@@ -144,7 +145,8 @@ class Scheduler:
         state.pool = self._memory.new_pool(num_blocks, groups)
         if state.prefixes.set_root(root):
             for request in state.waiting:
-                request.hashes.clear()
+                for each in request.family:
+                    each.hashes = []
         unfit = []
         for request in list(state.waiting):
             try:
@@ -174,7 +176,8 @@ class Scheduler:
         state.next_step_id = 0
         unconfirmed = state.journal.clear()
         for request in reversed(list(state.rows.running)):
-            preempt(state, request, now_ns)
+            if request.row is not None:  # Beams leave all together.
+                preempt(state, request, now_ns)
         for request in state.waiting:
             request.num_pending_tokens = 0
         state.released_rows.clear()
@@ -275,6 +278,8 @@ class Scheduler:
             return None
         pool.set_time(now_ns)
         draft = StepDraft(budget=state.limits.max_num_batched_tokens)
+        if state.beams:
+            wake_lanes(state)
         continue_running(state, draft, pool, now_ns)
         if not (draft.num_preempted or draft.num_paused) or not draft.has_rows:
             admit_waiting(state, draft, pool, now_ns)

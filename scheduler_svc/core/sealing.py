@@ -4,6 +4,7 @@ from itertools import repeat
 
 import numpy as np
 
+from scheduler_svc.core.beam_search import num_candidates
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.family_results import note_families
 from scheduler_svc.core.forks import forked_rows
@@ -65,6 +66,7 @@ def _find_exceptions(rows: Rows, count: Int32Array) -> tuple[Int32Array, Int32Ar
 def _describe(
     state: SchedulerState, request: Request, num_new: int, num_groups: int
 ) -> AdmittedRow:
+    beam = request.root.beam
     tables = np.array(request.blocks, dtype=np.int32).reshape(-1, num_groups)
     return AdmittedRow(
         row=state.rows.row_of(request),
@@ -76,5 +78,6 @@ def _describe(
         block_tables=tuple(tables.T),
         sampling=request.sampling,
         sequence_index=request.index,
-        num_samples=request.width if request.awaits_fork else 1,
+        num_samples=request.num_samples,
+        num_candidates=num_candidates(beam, request.stopping) if beam else 0,
     )

@@ -6,6 +6,7 @@ forking would otherwise end with the first preemption.
 
 import numpy as np
 
+from scheduler_svc.core.beam_rows import plan_lanes
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId
 from scheduler_svc.core.group_blocks import without_unseen
@@ -23,8 +24,11 @@ def find_blocks(
 
     At least one token is left to run.
     """
+    if request.beam is not None and not request.awaits_fork:
+        lanes = plan_lanes(state, state.beams[request], pool)
+        return [*{block for plan in lanes for block in plan.hits}]
     hits = state.prefixes.find(request, pool)
-    if not request.has_siblings or request.awaits_fork:
+    if not request.has_family or request.awaits_fork:
         return hits
     known = np.frombuffer(request.tokens, dtype=np.int32)[:-1]
     for sibling in request.root.family:

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from scheduler_svc.core.beam_family import BeamFamily
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.counters import Counters
 from scheduler_svc.core.journal import Journal
@@ -38,6 +39,9 @@ class SchedulerState:
 
     families: dict[int, Request] = field(default_factory=dict)
     """Rows that run for a whole family, and their owners: what they sample forks them."""
+
+    beams: dict[Request, BeamFamily] = field(default_factory=dict)
+    """Beam searches that have begun, by their roots."""
 
     pending_forks: dict[int, PendingFork] = field(default_factory=dict)
     """Rows that the next plan forks."""

@@ -36,7 +36,7 @@ class AdmittedRow:
     """How many have keys and values in the cache: prefix hits."""
 
     num_new_tokens: int
-    """How many to run now, at least 1."""
+    """How many to run now. 0: the row waits."""
 
     block_tables: tuple[Int32Array, ...]
     """Block ids, one array per KV group."""

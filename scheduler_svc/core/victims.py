@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.free_block_queue import NULL_BLOCK
 from scheduler_svc.core.group_blocks import num_shared_columns
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
@@ -52,9 +53,7 @@ def _tokens_again(
     computed = rows.num_computed[places].tolist()
     known = (rows.num_tokens + rows.num_pending)[places].tolist()
     return [
-        tokens - num_shared_columns(request.blocks, pool) * block_size
-        if length < request.limit
-        else 0
+        _cost(request, tokens, pool, block_size) if length < request.limit else 0
         for request, tokens, length in zip(candidates, computed, known, strict=True)
     ]
 
@@ -82,7 +81,7 @@ def _first(
 ) -> Request:
     order = [
         (
-            num_shared_columns(request.blocks, pool) * pool.num_groups == len(request.blocks),
+            _frees_nothing(request, pool),
             -request.priority,
             _is_protected(request, rows),
             cost,
@@ -92,6 +91,19 @@ def _first(
         for request, cost in zip(candidates, costs, strict=True)
     ]
     return candidates[order.index(min(order))]
+
+
+def _cost(request: Request, num_computed: int, pool: BlockPool, block_size: int) -> int:
+    """Return the tokens to compute again; beams leave together, so theirs are added up."""
+    if request.beam is not None:
+        held = {block for lane in request.family for block in lane.blocks if block != NULL_BLOCK}
+        return len(held) * block_size // pool.num_groups
+    return num_computed - num_shared_columns(request.blocks, pool) * block_size
+
+
+def _frees_nothing(request: Request, pool: BlockPool) -> bool:
+    num_shared = num_shared_columns(request.blocks, pool) * pool.num_groups
+    return request.beam is None and num_shared == len(request.blocks)
 
 
 def _is_protected(request: Request, rows: Rows) -> bool:

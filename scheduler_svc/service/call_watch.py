@@ -1,6 +1,7 @@
 """What one Generate call shows to metrics and traces, however it ends."""
 
 from asyncio import CancelledError
+from collections.abc import Sequence
 from time import monotonic_ns
 from types import TracebackType
 from typing import Self
@@ -9,12 +10,13 @@ import grpc
 
 from scheduler_svc.core.errors import RequestError
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.service.engine_door import Submission, TokenStream
+from scheduler_svc.service.engine_door import Submission, TokenBatch, TokenStream
 from scheduler_svc.service.metrics import RequestMetrics
 from scheduler_svc.service.request_trace import RequestTrace
+from scheduler_svc.service.response_writing import SequenceWriter
 from scheduler_svc.service.status import refusal
 
-# How an accepted request counts whose stream ended without a finish; others are errors.
+# How a sequence counts whose stream ended without its finish: as aborted. Others are errors.
 _ABORTS = {
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -29,10 +31,10 @@ class CallWatch:
         "_arrival_ns",
         "_deadline_ns",
         "_finish_error",
-        "_finish_reason",
         "_last_tokens_ns",
         "_metrics",
         "_num_tokens",
+        "_reasons",
         "_stream",
         "_trace",
     )
@@ -49,10 +51,11 @@ class CallWatch:
         self._trace = trace
         self._arrival_ns = arrival_ns
         self._deadline_ns = deadline_ns
-        self._num_tokens = 0
-        self._last_tokens_ns = 0
+        # By sequence index.
+        self._num_tokens: list[int] = []
+        self._last_tokens_ns: list[int] = []
+        self._reasons: list[FinishReason | None] = []
         self._stream: TokenStream | None = None
-        self._finish_reason: FinishReason | None = None
         self._finish_error = ""
 
     def accepted(
@@ -60,26 +63,36 @@ class CallWatch:
     ) -> None:
         """Note that the engine took the request."""
         self._stream = stream
+        self._num_tokens = [0] * submission.num_outputs
+        self._last_tokens_ns = [0] * submission.num_outputs
+        self._reasons = [None] * submission.num_outputs
         if self._trace is not None:
             self._trace.accepted(submission, model, operation)
 
-    def delivered(self, num_tokens: int) -> None:
-        """Note that the output's first `num_tokens` tokens are with the client, or under way."""
-        count = num_tokens - self._num_tokens
-        if not count:
-            return
+    def sends(self, batch: TokenBatch, sequences: Sequence[SequenceWriter]) -> None:
+        """Note the message of a batch, which is about to go: its tokens, and what ended."""
         now_ns = monotonic_ns()
-        if self._num_tokens:
-            self._metrics.later_tokens(count, 1e-9 * (now_ns - self._last_tokens_ns))
-        else:
-            self._metrics.first_token(1e-9 * (now_ns - self._arrival_ns))
-        self._num_tokens, self._last_tokens_ns = num_tokens, now_ns
-        if self._trace is not None:
+        gained = False
+        for gain in batch.gains:
+            index, sequence = gain.sequence_index, sequences[gain.sequence_index]
+            gained |= self._delivers(index, sequence.num_tokens, now_ns)
+            if gain.finish is not None:
+                self._reasons[index] = sequence.finish_reason
+                self._finish_error = self._finish_error or gain.finish.error
+        if gained and self._trace is not None:
             self._trace.tokens(now_ns)
 
-    def finished(self, reason: FinishReason, error: str) -> None:
-        """Note how the output ended; with ERROR, why. Its last message is about to go."""
-        self._finish_reason, self._finish_error = reason, error
+    def _delivers(self, index: int, num_tokens: int, now_ns: int) -> bool:
+        """Note that a sequence's first `num_tokens` tokens are with the client, or under way."""
+        count = num_tokens - self._num_tokens[index]
+        if not count:
+            return False
+        if self._num_tokens[index]:
+            self._metrics.later_tokens(count, 1e-9 * (now_ns - self._last_tokens_ns[index]))
+        elif not any(self._num_tokens):
+            self._metrics.first_token(1e-9 * (now_ns - self._arrival_ns))
+        self._num_tokens[index], self._last_tokens_ns[index] = num_tokens, now_ns
+        return True
 
     def __enter__(self) -> Self:
         return self
@@ -95,11 +108,12 @@ class CallWatch:
         if self._stream is None:
             self._metrics.refused(code)
         else:
-            reason = self._reason(code)
+            unfinished = FinishReason.ABORT if code in _ABORTS else FinishReason.ERROR
+            reasons = [reason or unfinished for reason in self._reasons]
             account = self._stream.account()
-            self._metrics.ended(reason, account, now_ns)
+            self._metrics.ended(reasons, account, now_ns)
             if self._trace is not None:
-                self._trace.ended(account, reason, now_ns)
+                self._trace.ended(account, reasons, now_ns)
         if self._trace is not None:
             self._trace.close(code, sentence, now_ns)
 
@@ -114,8 +128,3 @@ class CallWatch:
                 return grpc.StatusCode.DEADLINE_EXCEEDED, "the deadline passed"
             return grpc.StatusCode.CANCELLED, "the client cancelled the call"
         return grpc.StatusCode.UNKNOWN, type(error).__name__
-
-    def _reason(self, code: grpc.StatusCode) -> FinishReason:
-        if self._finish_reason is not None:
-            return self._finish_reason
-        return FinishReason.ABORT if code in _ABORTS else FinishReason.ERROR

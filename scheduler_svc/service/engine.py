@@ -15,7 +15,6 @@ from scheduler_svc.core.errors import (
     DeadlineError,
     InvariantError,
     RequestError,
-    SlowReaderError,
     UnavailableError,
     UnknownPinError,
 )
@@ -33,7 +32,7 @@ from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
 from scheduler_svc.service.step_record import RecentSteps, StepObserver, StepTracer
 from scheduler_svc.service.step_watchdog import StepWatchdog
-from scheduler_svc.service.token_stream import MAX_PILED_TOKENS, RequestStream
+from scheduler_svc.service.token_stream import Pile, RequestStream, too_slow
 from scheduler_svc.service.worker_link import SentPlan
 
 
@@ -83,6 +82,7 @@ class Engine:
         self._tracer = tracer
         self._after_turn = after_turn
         self._streams: dict[Request, RequestStream] = {}
+        self._piles: dict[Request, Pile] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self._flights: deque[Flight] = deque()
@@ -140,7 +140,8 @@ class Engine:
         while self._ready and self._may_plan(begin_ns):
             plan = self._scheduler.schedule(begin_ns)
             for request in self._scheduler.take_expired():
-                self._fail(self._streams[request], _too_late())
+                if request in self._piles:
+                    self._fail(self._piles[request].stream, _too_late())
             if plan is None:
                 return
             end_ns = time.monotonic_ns()
@@ -199,7 +200,7 @@ class Engine:
             return
         unfit = self._scheduler.start_epoch(event.num_blocks, event.root, now_ns, event.kv_groups)
         for request in unfit:
-            self._streams[request].end()
+            self._piles[request].stream.end_finished()
 
     def _lose_group(self) -> asyncio.TimerHandle:
         self._ready = False
@@ -221,15 +222,15 @@ class Engine:
 
         Cost: 0.5 us per token with a waiting reader, 2 cores, Python 3.11.
         """
-        outcome, streams = landing.outcome, self._streams
+        outcome, piles = landing.outcome, self._piles
         step_id = outcome.step_id
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
-            stream = streams.get(request)
-            if stream is not None and not stream.push(token, step_id):
-                self._fail(stream, _too_slow())
-        for request in outcome.finished:
-            if request in streams:
-                streams[request].end()
+            pile = piles.get(request)
+            if pile is not None and not pile.push(token, step_id):
+                self._fail(pile.stream, too_slow())
+        ended = (piles[request].stream for request in outcome.finished if request in piles)
+        for stream in dict.fromkeys(ended):
+            stream.end_finished()
         scheduler = self._scheduler
         record = landing.record(
             running=scheduler.num_running,
@@ -267,6 +268,7 @@ class Engine:
             scheduler.add(request, time.monotonic_ns(), self._pace)
         stream = RequestStream(request, self._stop)
         self._streams[request] = stream
+        self._piles.update((pile.request, pile) for pile in stream.piles)
         self._empty.clear()
         deadline = self._deadline_timer(stream, submission.deadline_ns)
         try:
@@ -277,8 +279,7 @@ class Engine:
             del self._streams[request]
             if not self._streams:
                 self._empty.set()
-            with self._scheduling() as scheduler:
-                scheduler.abort(request, time.monotonic_ns())
+            self._abandon(stream)
             log_end(self._log, stream)
 
     def _check_taking(self, submission: Submission) -> None:
@@ -306,8 +307,14 @@ class Engine:
     def _fail(self, stream: RequestStream, error: RequestError) -> None:
         """End a request with an error for its reader, and free what it holds."""
         stream.fail(error)
+        self._abandon(stream)
+
+    def _abandon(self, stream: RequestStream) -> None:
+        """Free what a request holds whose reader gets nothing more."""
+        for request in stream.request.members:
+            self._piles.pop(request, None)
         with self._scheduling() as scheduler:
-            scheduler.abort(stream.request, time.monotonic_ns())
+            scheduler.abort_family(stream.request, time.monotonic_ns())
 
     def _no_worker(self) -> UnavailableError:
         return UnavailableError(f"no worker has been ready for {self._worker_wait_s:g} s")
@@ -327,14 +334,14 @@ class Engine:
         live = {
             request.request_id: stream
             for request, stream in self._streams.items()
-            if request.finish_reason is None and request.tenant == tenant
+            if stream.is_live and request.tenant == tenant
         }
         wanted = list(live) if request_ids is None else dict.fromkeys(request_ids)
         aborted = [request_id for request_id in wanted if request_id in live]
         with self._scheduling() as scheduler:
             for request_id in aborted:
-                scheduler.abort(live[request_id].request, time.monotonic_ns())
-                live[request_id].end()
+                scheduler.abort_family(live[request_id].request, time.monotonic_ns())
+                live[request_id].end_finished()
         return aborted, [request_id for request_id in wanted if request_id not in live]
 
     def fail_all(self, error: UnavailableError) -> None:
@@ -389,9 +396,3 @@ class Engine:
 
 def _too_late() -> DeadlineError:
     return DeadlineError("the deadline passed before the request had ended")
-
-
-def _too_slow() -> SlowReaderError:
-    return SlowReaderError(
-        f"more than {MAX_PILED_TOKENS} tokens piled up unread; the request was ended"
-    )

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from scheduler_svc.core.block_hash import ExtraKeys
-from scheduler_svc.core.request import FinishReason, MissReason, Sampling
+from scheduler_svc.core.request import BeamOptions, FinishReason, MissReason, Sampling
 from scheduler_svc.service.step_record import StepTimes
 
 
@@ -25,7 +25,7 @@ class Submission:
     """The prompt: an `array('i')`, at least one token."""
 
     sampling: Sampling
-    """How to sample. The seed is drawn already."""
+    """How to sample. The seed is drawn already. Greedy with beams."""
 
     max_output_tokens: int | None
     """Most tokens to generate. None: as many as model length and pool allow."""
@@ -57,6 +57,17 @@ class Submission:
     traceparent: str
     """W3C trace context of the request's span. Empty: not traced."""
 
+    num_sequences: int = 1
+    """Sequences to sample from the one prompt, at least 1. 1 with beams."""
+
+    beam: BeamOptions | None = None
+    """Beam search in place of sampling."""
+
+    @property
+    def num_outputs(self) -> int:
+        """Sequences that the stream will have."""
+        return self.num_sequences if self.beam is None else self.beam.num_returned
+
 
 @dataclass(frozen=True, slots=True)
 class Accepted:
@@ -76,7 +87,9 @@ class Account:
     """What a request cost so far. Times are nanoseconds of the monotonic clock."""
 
     num_prompt_tokens: int
+
     num_output_tokens: int
+    """Of all sequences."""
 
     num_cached_tokens: int
     """Prefix hits at the first admission."""
@@ -87,10 +100,12 @@ class Account:
     num_preemptions: int
     arrival_ns: int
     first_scheduled_ns: int | None
+
     first_token_ns: int | None
+    """Of any sequence."""
 
     finished_ns: int | None
-    """None while the request lives."""
+    """When the last sequence ended. None while the request lives."""
 
     first_step_id: int | None
     last_step_id: int | None
@@ -102,7 +117,7 @@ class Account:
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """How a request ended."""
+    """How a sequence ended."""
 
     reason: FinishReason
 
@@ -112,25 +127,43 @@ class Finish:
     error: str
     """One sentence, with reason ERROR. Else empty."""
 
-    account: Account
+    cumulative_logprob: float | None = None
+    """Of a hypothesis of beam search: natural logarithm of the probability of its output."""
+
+    score: float | None = None
+    """Of a hypothesis: that sum over its length to the power of the length penalty."""
+
+
+@dataclass(frozen=True, slots=True)
+class Gain:
+    """What one sequence gained since its stream was last read."""
+
+    sequence_index: int
+    """From 0. Of hypotheses the rank, 0 the best."""
+
+    token_ids: tuple[int, ...]
+    """May be empty if the sequence ends."""
+
+    step_id: int
+    """The step that sampled the last of them."""
+
+    finish: Finish | None
+    """Set in the last gain of a sequence, and only there."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
     """All that a stream gained since it was last read."""
 
-    token_ids: tuple[int, ...]
-    """May be empty in the batch that ends the stream."""
+    gains: tuple[Gain, ...]
+    """At least one; at most one of each sequence, in their order."""
 
-    step_id: int
-    """The step that sampled the last of them."""
-
-    finish: Finish | None
-    """Set in the last batch of a stream, and only there."""
+    account: Account | None
+    """Set in the last batch of a stream, with which every sequence has ended; only there."""
 
 
 class TokenStream(Protocol):
-    """The tokens of one live request. Ends after the batch whose `finish` is set.
+    """The tokens of one live request. Ends after the batch whose `account` is set.
 
     Raises: SlowReaderError while iterating, when more tokens piled up than a stream may hold;
         UnavailableError, when no worker came or a drain's time ran out; DeadlineError.
@@ -143,11 +176,11 @@ class TokenStream(Protocol):
     def __aiter__(self) -> AsyncIterator[TokenBatch]:
         """Yield batches. One reader at a time."""
 
-    def finish(self, num_output_tokens: int) -> None:
-        """End the output after this many tokens: a stop string was found.
+    def finish(self, sequence_index: int, num_output_tokens: int) -> None:
+        """End a sequence after this many tokens: a stop string was found. The others go on.
 
-        The stream then ends with reason STOP, and its account counts only these tokens, even
-        if the request had ended by itself behind them. Does nothing once the last batch was
+        The sequence then ends with reason STOP, and the account counts only these tokens of
+        it, even if it had ended by itself behind them. Does nothing once its last gain was
         read.
         """
 

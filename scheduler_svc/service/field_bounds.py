@@ -6,15 +6,12 @@ from dataclasses import dataclass
 
 from google.protobuf.message import Message
 
-from pagemill.v1.generation_pb2 import BeamSearch, Sampling, Stopping
+from pagemill.v1.generation_pb2 import EarlyStopping, Sampling, Stopping
 from pagemill.v1.inference_pb2 import GenerateRequest
 from scheduler_svc.core.errors import InvalidRequestError, NotServedError
 
 MAX_LOGPROBS = 20
 """Candidates at each position, as in vLLM."""
-
-MAX_SEQUENCES = 128
-"""Sequences or beams of one request."""
 
 MAX_STOPS = 64
 MAX_STOP_BYTES = 4096
@@ -61,7 +58,6 @@ _SAMPLING = {
     "top_k": Interval(-1),
     "top_p": Interval(0, 1, above_low=True),
     "min_p": Interval(0, 1),
-    "n": Interval(0, MAX_SEQUENCES),
     "presence_penalty": Interval(-2, 2),
     "frequency_penalty": Interval(-2, 2),
     "repetition_penalty": Interval(0, above_low=True),
@@ -73,19 +69,16 @@ _OUTPUT = {
     "min_interval_s": Interval(0, MAX_INTERVAL_S),
 }
 _BEAM = {
-    "width": Interval(2, MAX_SEQUENCES),
     "length_penalty": Interval(-math.inf),
-    "num_returned": Interval(0, MAX_SEQUENCES),
+    "early_stopping": Interval(0, max(EarlyStopping.values())),
 }
 _BIAS = Interval(-100, 100)
 
 # Fields of this protocol that wait for later versions, and whether a request uses them.
 _NOT_SERVED: Mapping[str, Callable[[GenerateRequest], bool]] = {
     "adapter": lambda m: bool(m.adapter),
-    "beam": lambda m: m.beam.width > 0,
     "guide": lambda m: m.HasField("guide"),
     "embeddings": lambda m: bool(m.embeddings),
-    "sampling.n": lambda m: m.sampling.n > 1,
     "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
     "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
     "sampling.repetition_penalty": lambda m: (
@@ -100,8 +93,19 @@ _NOT_SERVED: Mapping[str, Callable[[GenerateRequest], bool]] = {
     "output.echo": lambda m: m.output.echo,
 }
 
+# Fields that say how tokens are drawn or when text ends, and whether a request uses them:
+# beam search draws nothing, and has no text before its end.
+_NOT_WITH_BEAMS: Mapping[str, Callable[[GenerateRequest], bool]] = {
+    "sampling.n": lambda m: m.sampling.n > 1,
+    "sampling.temperature": lambda m: m.sampling.temperature not in (0, 1),
+    "sampling.top_k": lambda m: m.sampling.top_k > 0,
+    "sampling.top_p": lambda m: m.sampling.HasField("top_p") and m.sampling.top_p != 1,
+    "sampling.min_p": lambda m: m.sampling.min_p > 0,
+    "stopping.stop": lambda m: bool(m.stopping.stop),
+}
 
-def check_fields(message: GenerateRequest, vocab_size: int) -> None:
+
+def check_fields(message: GenerateRequest, vocab_size: int, max_num_seqs: int) -> None:
     """Refuse a request for one of its values, the prompt's aside.
 
     Raises: InvalidRequestError naming the first field outside its bound, value and bound.
@@ -113,7 +117,8 @@ def check_fields(message: GenerateRequest, vocab_size: int) -> None:
     _check_sampling(message.sampling, vocab_size)
     _check_stopping(message.stopping, vocab_size)
     _check_numbers("output", message.output, _OUTPUT)
-    _check_beam(message.beam)
+    _check_sequences("sampling.n", message.sampling.n, 0, max_num_seqs)
+    _check_beam(message, max_num_seqs)
     for field, is_used in _NOT_SERVED.items():
         if is_used(message):
             raise NotServedError(field, f"{field} is not served by this version")
@@ -197,7 +202,23 @@ def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
     check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
 
 
-def _check_beam(beam: BeamSearch) -> None:
+def _check_sequences(field: str, count: int, least: int, max_num_seqs: int) -> None:
+    """Refuse fewer sequences than make sense, and more than a step can have."""
+    if not least <= count <= max_num_seqs:
+        raise InvalidRequestError(
+            field,
+            f"{field} is {count}, must be in [{least}, {max_num_seqs}]; "
+            f"a step has at most {max_num_seqs} sequences",
+        )
+
+
+def _check_beam(message: GenerateRequest, max_num_seqs: int) -> None:
+    beam = message.beam
+    if not beam.ListFields():
+        return
+    _check_sequences("beam.width", beam.width, 2, max_num_seqs)
+    Interval(0, beam.width).check("beam.num_returned", beam.num_returned)
     _check_numbers("beam", beam, _BEAM)
-    if beam.width:
-        Interval(0, beam.width).check("beam.num_returned", beam.num_returned)
+    for field, is_used in _NOT_WITH_BEAMS.items():
+        if is_used(message):
+            raise InvalidRequestError(field, f"{field} has no meaning in beam search: leave it out")

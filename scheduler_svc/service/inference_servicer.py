@@ -60,16 +60,14 @@ class InferenceServicer:
                 watch.accepted(stream, submission, front.model_name(request.model), operation)
                 yield accepted_response(stream.accepted)
 
-                writer = ResponseWriter(request, front.tokenizer, stream)
+                writer = ResponseWriter(request, front.tokenizer, stream, submission.num_outputs)
                 async for batch in stream:
                     response = writer.write(batch)
                     if response is None:
                         continue
-                    watch.delivered(writer.num_tokens)
-                    if batch.finish and writer.finish_reason:
-                        watch.finished(writer.finish_reason, batch.finish.error)
+                    watch.sends(batch, writer.sequences)
                     yield response
-                    if request.output.min_interval_s and batch.finish is None:
+                    if request.output.min_interval_s and batch.account is None:
                         await asyncio.sleep(request.output.min_interval_s)
 
     async def Tokenize(self, request: TokenizeRequest, _context: Context) -> TokenizeResponse:

@@ -4,7 +4,7 @@ No label holds what a client sent. States and totals are read from the engine wh
 scrapes; only durations are noted as they happen.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import grpc
 from prometheus_client import (
@@ -109,7 +109,7 @@ class RequestMetrics:
         )
         self._inter_token = histogram(
             "inter_token_latency_seconds",
-            "Between two tokens of a request; of several in one message, their mean.",
+            "Between two tokens of a sequence; of several in one message, their mean.",
             _INTER_TOKEN_BUCKETS,
         )
         self._whole = histogram(
@@ -128,7 +128,7 @@ class RequestMetrics:
         )
         ended = Counter(
             "pagemill_request_success",
-            "Requests that were accepted and have ended, by how; cancelled ones as abort.",
+            "Sequences of accepted requests that have ended, by how; cancelled ones as abort.",
             labelnames=["finished_reason"],
             registry=registry,
         )
@@ -145,15 +145,19 @@ class RequestMetrics:
         self._first_token.observe(since_arrival_s)
 
     def later_tokens(self, count: int, since_last_s: float) -> None:
-        """Note further tokens, and the time since the one before them."""
+        """Note further tokens of a sequence, and the time since the one before them."""
         each = since_last_s / count
         for _ in range(count):
             self._inter_token.observe(each)
 
-    def ended(self, reason: FinishReason, account: Account, ended_ns: int) -> None:
-        """Note the end of a request that had been accepted; `ended_ns` if the account has none."""
+    def ended(self, reasons: Sequence[FinishReason], account: Account, ended_ns: int) -> None:
+        """Note the end of a request that had been accepted, with the reason of each sequence.
+
+        It ended at `ended_ns` if the account does not say when.
+        """
         end_ns = account.finished_ns or ended_ns
-        self._ended[reason].inc()
+        for reason in reasons:
+            self._ended[reason].inc()
         self._whole.observe(1e-9 * (end_ns - account.arrival_ns))
         if account.first_scheduled_ns is None:
             return

@@ -2,20 +2,20 @@
 
 from structlog.typing import FilteringBoundLogger
 
-from scheduler_svc.core.request import FinishReason
 from scheduler_svc.service.token_stream import RequestStream
 
 
 def log_end(log: FilteringBoundLogger, stream: RequestStream) -> None:
     """Write what a request cost and how it ended; a warning if it could not be computed."""
-    request, account, reason = stream.request, stream.account(), stream.reason
-    write = log.warning if reason is FinishReason.ERROR else log.info
+    account, errors = stream.account(), stream.errors
+    reasons = dict.fromkeys(reason.value for reason in stream.reasons if reason)
+    write = log.warning if errors else log.info
     write(
         "request ended",
-        request_id=request.request_id,
-        tenant=request.tenant,
-        reason=reason.value if reason else "",
-        error=request.error,
+        request_id=stream.request.request_id,
+        tenant=stream.request.tenant,
+        reason=",".join(reasons),
+        error="; ".join(errors),
         prompt_tokens=account.num_prompt_tokens,
         output_tokens=account.num_output_tokens,
         cached_tokens=account.num_cached_tokens,

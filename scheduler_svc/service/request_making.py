@@ -24,6 +24,8 @@ def make_request(submission: Submission, weight: float) -> Request:
         weight=weight,
         arrival_ns=submission.arrival_ns,
         deadline_ns=submission.deadline_ns,
+        num_sequences=submission.num_sequences,
+        beam=submission.beam,
     )
 
 

@@ -8,7 +8,7 @@ from scheduler_svc.core.errors import InvalidRequestError
 from scheduler_svc.service.engine_door import Submission
 from scheduler_svc.service.field_bounds import check_fields
 from scheduler_svc.service.front_end import FrontEnd
-from scheduler_svc.service.sampling_reading import read_sampling
+from scheduler_svc.service.sampling_reading import read_beam, read_sampling
 
 
 async def read_request(
@@ -24,14 +24,14 @@ async def read_request(
     Raises: UnknownModelError; InvalidRequestError or NotServedError, naming the field.
     """
     front.model_name(message.model)
-    check_fields(message, front.facts.vocab_size)
+    check_fields(message, front.facts.vocab_size, front.limits.max_num_seqs)
     token_ids = await front.prompts.read(message)
     stopping, cache = message.stopping, message.cache
     return Submission(
         request_id=message.request_id or uuid.uuid4().hex,
         tenant=message.tenant,
         token_ids=token_ids,
-        sampling=read_sampling(message.sampling, front.sampling),
+        sampling=read_sampling(message, front.sampling),
         max_output_tokens=_max_output_tokens(stopping, len(token_ids), front.limits.max_model_len),
         min_output_tokens=stopping.min_tokens,
         eos_token_ids=frozenset() if stopping.ignore_eos else front.facts.eos_token_ids,
@@ -42,6 +42,8 @@ async def read_request(
         deadline_ns=deadline_ns,
         arrival_ns=arrival_ns,
         traceparent=traceparent,
+        num_sequences=message.sampling.n or 1,
+        beam=read_beam(message.beam),
     )
 
 

@@ -2,7 +2,7 @@
 
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from operator import itemgetter
 from time import monotonic_ns, time_ns
@@ -115,6 +115,10 @@ class RequestTrace:
                 names.INPUT_TOKENS: len(submission.token_ids),
             }
         )
+        if submission.num_outputs > 1:
+            self._span.set_attribute(names.REQUEST_CHOICES, submission.num_outputs)
+        if submission.beam is not None:
+            self._span.set_attribute(names.REQUEST_BEAM_WIDTH, submission.beam.width)
         if submission.max_output_tokens is not None:
             self._span.set_attribute(names.REQUEST_MAX_TOKENS, submission.max_output_tokens)
         if submission.tenant:
@@ -131,13 +135,13 @@ class RequestTrace:
         if len(self._step_contexts) < _MAX_STEP_LINKS:
             self._step_contexts.append(context)
 
-    def ended(self, account: Account, reason: FinishReason, ended_ns: int) -> None:
-        """Write the parts of a request that was accepted."""
+    def ended(self, account: Account, reasons: Sequence[FinishReason], ended_ns: int) -> None:
+        """Write the parts of a request that was accepted; each sequence has a reason."""
         del self._traces.live[self._key]
         end_ns = account.finished_ns or ended_ns
         span = self._span
         said: dict[str, AttributeValue | None] = {
-            names.FINISH_REASONS: [reason.value],
+            names.FINISH_REASONS: [reason.value for reason in reasons],
             names.OUTPUT_TOKENS: account.num_output_tokens,
             names.CACHED_TOKENS: account.num_cached_tokens,
             names.MISS_REASON: account.miss_reason.value if account.miss_reason else None,
@@ -175,8 +179,8 @@ def request_parts(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield name, begin and end of each part of a request's time, without gap or overlap.
 
-    A preempted request runs again, at the latest, when its next token comes; that is as
-    much as is known here.
+    A preempted request runs again, at the latest, when its next token comes, of whatever
+    sequence; that is as much as is known here.
     """
     begins = [(account.arrival_ns, names.QUEUE_SPAN)]
     if account.first_scheduled_ns is not None:

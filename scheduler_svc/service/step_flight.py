@@ -60,6 +60,6 @@ class Landing:
             sample_ns=timing.sample_ns,
             execute_ns=timing.execute_ns,
             codec_ns=timing.codec_ns,
-            request_keys=tuple(r.key for r in outcome.requests[:MAX_NAMED_REQUESTS]),
+            request_keys=tuple(dict.fromkeys(r.key for r in outcome.requests[:MAX_NAMED_REQUESTS])),
             traceparent=flight.traceparent,
         )

@@ -1,35 +1,68 @@
 """The tokens of one live request, piling up until its reader comes."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from scheduler_svc.core.errors import RequestError, SlowReaderError
 from scheduler_svc.core.request import FinishReason, Request
-from scheduler_svc.service.engine_door import Accepted, Account, Finish, TokenBatch
+from scheduler_svc.service.engine_door import Accepted, Account, Finish, Gain, TokenBatch
 
 MAX_PILED_TOKENS = 65_536
-"""A reader that lets more tokens wait loses its request."""
+"""A reader that lets more tokens wait, of all its sequences together, loses its request."""
+
+
+class Pile:
+    """What nobody has read of one sequence: tokens, and how it ended."""
+
+    __slots__ = ("cut", "finish", "num_pushed", "request", "step_id", "stream", "tokens", "told")
+
+    def __init__(self, stream: "RequestStream", request: Request) -> None:
+        self.stream = stream
+        self.request = request
+        self.tokens: list[int] = []
+        self.num_pushed = 0
+        self.step_id = 0
+        self.finish: Finish | None = None
+        self.cut: int | None = None
+        """Output tokens that count, if a stop string said so."""
+        self.told = False
+        """The reader knows of the end."""
+
+    def push(self, token: int, step_id: int) -> bool:
+        """Add a token. False if the piles of the stream are above their bound."""
+        self.tokens.append(token)
+        self.num_pushed += 1
+        self.step_id = step_id
+        stream = self.stream
+        stream.num_piled += 1
+        waiter = stream.waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+        return stream.num_piled <= MAX_PILED_TOKENS
+
+    @property
+    def num_output_tokens(self) -> int:
+        """Tokens of the sequence that count."""
+        return self.num_pushed if self.cut is None else self.cut
 
 
 class RequestStream:
     """One request's tokens between the engine, which pushes, and one reader, which iterates.
 
-    The reader is woken once for all that came since it last read.
+    The reader is woken once for all that came since it last read, of whatever sequence.
     """
 
     __slots__ = (
-        "_cut",
-        "_drained",
         "_error",
-        "_finish",
-        "_num_pushed",
-        "_pile",
-        "_step_id",
+        "_num_ends",
+        "_num_open",
         "_stop",
-        "_waiter",
         "accepted",
+        "num_piled",
+        "piles",
         "request",
+        "waiter",
     )
 
     def __init__(self, request: Request, stop: "StopAfter") -> None:
@@ -41,53 +74,78 @@ class RequestStream:
             seed=request.sampling.seed,
         )
         self._stop = stop
-        self._pile: list[int] = []
-        self._num_pushed = 0
-        self._step_id = 0
-        self._finish: Finish | None = None
+        members = request.members
+        if request.beam is not None:
+            # Beams come and go within the search; what is read are the hypotheses of its end.
+            members = (request,) * request.beam.num_returned
+        self.piles = [Pile(self, member) for member in members]
+        """By sequence index."""
+        self.num_piled = 0
+        """Tokens that wait, over all piles."""
+        self._num_ends = 0
+        """Sequences whose end waits."""
+        self._num_open = len(self.piles)
+        """Sequences whose end the reader does not know."""
         self._error: RequestError | None = None
-        self._cut: int | None = None
-        self._drained = False
-        self._waiter: asyncio.Future[None] | None = None
+        self.waiter: asyncio.Future[None] | None = None
 
     # The engine's side.
 
-    def push(self, token: int, step_id: int) -> bool:
-        """Add a token. False if the pile is above its bound."""
-        self._pile.append(token)
-        self._num_pushed += 1
-        self._step_id = step_id
-        waiter = self._waiter
-        if waiter is not None and not waiter.done():
-            waiter.set_result(None)
-        return len(self._pile) <= MAX_PILED_TOKENS
-
-    def end(self) -> None:
-        """Tell the reader that the request has finished. Its reason is set."""
+    def end_finished(self) -> None:
+        """Tell the reader of the sequences that have finished. Their reasons are set."""
         if self._error is not None:
             return
-        reason = self.request.finish_reason or FinishReason.ABORT
-        self._finish = Finish(
-            reason, self.request.stop_token_id, self.request.error, self.account()
-        )
+        if self.request.hypotheses:
+            self._take_hypotheses()
+        for pile in self.piles:
+            request = pile.request
+            if pile.finish is None and request.finish_reason is not None:
+                pile.finish = Finish(request.finish_reason, request.stop_token_id, request.error)
+                self._num_ends += 1
         self._wake()
+
+    def _take_hypotheses(self) -> None:
+        hypotheses = self.request.hypotheses
+        del self.piles[len(hypotheses) :]
+        for pile, found in zip(self.piles, hypotheses, strict=True):
+            pile.tokens = list(found.tokens)
+            pile.num_pushed = len(found.tokens)
+            pile.step_id = self.request.last_step_id or 0
+            pile.finish = Finish(
+                found.reason, found.stop_token_id, "", found.cumulative_logprob, found.score
+            )
+        self._num_ends = self._num_open = len(hypotheses)
 
     def fail(self, error: RequestError) -> None:
         """Raise an error to the reader, behind the tokens that piled up."""
-        if self._finish is None and self._error is None:
+        if self._error is None and any(pile.finish is None for pile in self.piles):
             if isinstance(error, SlowReaderError):
-                self._pile.clear()
+                for pile in self.piles:
+                    pile.tokens.clear()
+                self.num_piled = self._num_ends = 0
             self._error = error
             self._wake()
 
     @property
-    def reason(self) -> FinishReason | None:
-        """How the request ended, as its reader was told. None: it lives."""
-        return self._finish.reason if self._finish else self.request.finish_reason
+    def is_live(self) -> bool:
+        """Some sequence goes on."""
+        return any(pile.request.finish_reason is None for pile in self.piles)
+
+    @property
+    def reasons(self) -> list[FinishReason | None]:
+        """How the sequences ended, as their reader was told. None: it lives."""
+        return [
+            pile.finish.reason if pile.finish else pile.request.finish_reason for pile in self.piles
+        ]
+
+    @property
+    def errors(self) -> tuple[str, ...]:
+        """Why sequences could not be computed, each sentence once."""
+        return tuple(dict.fromkeys(p.request.error for p in self.piles if p.request.error))
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_result(None)
+        if self.waiter is not None and not self.waiter.done():
+            self.waiter.set_result(None)
 
     # The reader's side.
 
@@ -96,47 +154,73 @@ class RequestStream:
 
     async def __anext__(self) -> TokenBatch:
         """Return what piled up, waiting for it; deadline and drain bound the wait."""
-        if self._drained:
+        if not self._num_open:
             raise StopAsyncIteration
-        while not self._pile and self._finish is None:
+        while not self.num_piled and not self._num_ends:
             if self._error is not None:
                 raise self._error
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
-        batch = TokenBatch(tuple(self._pile), self._step_id, self._finish)
-        self._pile.clear()
-        self._drained = self._finish is not None
-        return batch
+            self.waiter = asyncio.get_running_loop().create_future()
+            await self.waiter
+        self.num_piled = self._num_ends = 0
+        gains = []
+        for index, pile in enumerate(self.piles):
+            has_ended = pile.finish is not None and not pile.told
+            if pile.tokens or has_ended:
+                gains.append(Gain(index, tuple(pile.tokens), pile.step_id, pile.finish))
+                pile.tokens.clear()
+                pile.told = has_ended
+                self._num_open -= has_ended
+        return TokenBatch(tuple(gains), None if self._num_open else self.account())
 
-    def finish(self, num_output_tokens: int) -> None:
-        """End the output after this many tokens; see TokenStream."""
-        if self._drained or self._error is not None:
+    def finish(self, sequence_index: int, num_output_tokens: int) -> None:
+        """End a sequence after this many tokens; see TokenStream."""
+        pile = self.piles[sequence_index]
+        if pile.told or self._error is not None:
             return
-        self._stop(self.request, num_output_tokens)
-        self._cut = num_output_tokens
-        self._pile.clear()
-        self._finish = Finish(FinishReason.STOP, None, "", self.account())
+        self._stop(pile.request, num_output_tokens)
+        pile.cut = num_output_tokens
+        self.num_piled -= len(pile.tokens)
+        pile.tokens.clear()
+        self._num_ends += pile.finish is None
+        pile.finish = Finish(FinishReason.STOP, None, "")
 
     def account(self) -> Account:
-        """Return what the request cost so far."""
-        request = self.request
-        num_output_tokens = self._num_pushed if self._cut is None else self._cut
+        """Return what the request cost so far, all its sequences together."""
+        root, members = self.request, self.request.members
+        ends = [member.finished_ns for member in members]
         return Account(
-            num_prompt_tokens=request.num_prompt_tokens,
-            num_output_tokens=num_output_tokens,
-            num_cached_tokens=request.num_cached_tokens,
-            num_recomputed_tokens=request.num_recomputed_tokens,
-            num_preemptions=request.num_preemptions,
-            arrival_ns=request.arrival_ns,
-            first_scheduled_ns=request.first_scheduled_ns,
-            first_token_ns=request.first_token_ns,
-            finished_ns=request.finished_ns,
-            first_step_id=request.first_step_id,
-            last_step_id=request.last_step_id,
-            preemption_times_ns=tuple(request.preemption_times_ns),
-            miss_reason=request.miss_reason,
+            num_prompt_tokens=root.num_prompt_tokens,
+            num_output_tokens=sum(pile.num_output_tokens for pile in self.piles),
+            num_cached_tokens=root.num_cached_tokens,
+            num_recomputed_tokens=sum(member.num_recomputed_tokens for member in members),
+            num_preemptions=sum(member.num_preemptions for member in members),
+            arrival_ns=root.arrival_ns,
+            first_scheduled_ns=root.first_scheduled_ns,
+            first_token_ns=_first(member.first_token_ns for member in members),
+            finished_ns=None if None in ends else _last(ends),
+            first_step_id=root.first_step_id,
+            last_step_id=_last(member.last_step_id for member in members),
+            preemption_times_ns=tuple(
+                sorted(time_ns for member in members for time_ns in member.preemption_times_ns)
+            ),
+            miss_reason=root.miss_reason,
         )
 
 
+def _first(times: Iterable[int | None]) -> int | None:
+    return min((time for time in times if time is not None), default=None)
+
+
+def _last(times: Iterable[int | None]) -> int | None:
+    return max((time for time in times if time is not None), default=None)
+
+
 StopAfter: TypeAlias = Callable[[Request, int], None]
-"""Ends a request as stopped, with only so many output tokens."""
+"""Ends a sequence as stopped, with only so many output tokens."""
+
+
+def too_slow() -> SlowReaderError:
+    """Return the error of a reader that let too much pile up."""
+    return SlowReaderError(
+        f"more than {MAX_PILED_TOKENS} tokens piled up unread; the request was ended"
+    )

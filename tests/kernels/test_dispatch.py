@@ -11,15 +11,33 @@ from kernels import cost
 from kernels.dispatch import Case, cascade_pays, choose
 
 H200 = Case("cuda", "sm_90", torch.bfloat16, torch.bfloat16, 128, 16)
+CPU = dataclasses.replace(H200, device="cpu", target="")
 
 
-def test_a_gpu_is_served_by_triton_and_a_cpu_by_torch_with_the_reason() -> None:
+def test_a_gpu_is_served_by_triton_and_a_cpu_by_native_code_with_the_reason() -> None:
     assert str(choose(H200)) == "attention backend triton"
-    choice = choose(dataclasses.replace(H200, device="cpu", target=""))
-    assert choice.name == "torch"
-    assert str(choice) == (
-        "attention backend torch (not triton: the device is cpu, Triton needs a GPU)"
+    assert str(choose(CPU)) == (
+        "attention backend native (not triton: the device is cpu, Triton needs a GPU)"
     )
+
+
+def test_without_a_compiler_torch_serves_a_cpu_and_the_price_is_named() -> None:
+    choice = choose(dataclasses.replace(CPU, no_native_code="there is no C++ compiler (g++)"))
+    assert choice.name == "torch"
+    assert str(choice).endswith(
+        "not native: there is no C++ compiler (g++); decoding takes some ten times as long)"
+    )
+
+
+@pytest.mark.parametrize("block_size", [1, 3, 16])
+@pytest.mark.parametrize("head_dim", [8, 24, 72, 128])
+def test_native_code_serves_any_block_size_and_any_multiple_of_eight(
+    head_dim: int, block_size: int
+) -> None:
+    case = dataclasses.replace(CPU, head_dim=head_dim, block_size=block_size)
+    assert choose(case, "native").name == "native"
+    with pytest.raises(ValueError, match="native cannot serve: head_dim is 20, must be a multiple"):
+        choose(dataclasses.replace(case, head_dim=20), "native")
 
 
 @pytest.mark.parametrize(
@@ -43,15 +61,15 @@ def test_an_unsupported_value_is_named(change: dict[str, object], named: str) ->
 def test_an_override_is_obeyed_or_refused() -> None:
     assert choose(H200, "triton-classic").name == "triton-classic"
     assert choose(H200, "torch").name == "torch"
-    with pytest.raises(ValueError, match="must be one of triton, triton-classic, torch"):
+    with pytest.raises(ValueError, match="must be one of triton, triton-classic, native, torch"):
         choose(H200, "flash")
     with pytest.raises(ValueError, match="triton-classic cannot serve: the cache is"):
         choose(dataclasses.replace(H200, kv_dtype=torch.float8_e4m3fn), "triton-classic")
 
 
 def test_what_nothing_serves_is_refused_with_every_reason() -> None:
-    case = Case("cpu", "", torch.bfloat16, torch.float8_e5m2, 128, 16)
-    with pytest.raises(ValueError, match=r"triton: the device is cpu.*torch: the cache is"):
+    case = dataclasses.replace(CPU, kv_dtype=torch.float8_e5m2, no_native_code="no g++")
+    with pytest.raises(ValueError, match=r"triton: the device is cpu.*no g.*torch: the cache is"):
         choose(case)
 
 

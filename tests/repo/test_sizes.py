@@ -19,6 +19,7 @@ LONG_FILES = {
 _KERNEL = "a kernel's contract is its docstring, and its body reads from load to store"
 LONG_FUNCTIONS: dict[str, str] = dict.fromkeys(
     (
+        "kernels/cpu_attention.py::attend",
         "kernels/multi_lora.py::multi_lora",
         "kernels/paged_attention_classic.py::paged_attention_classic",
         "kernels/paged_attention_classic.py::_paged_attention_classic",
@@ -27,6 +28,7 @@ LONG_FUNCTIONS: dict[str, str] = dict.fromkeys(
         "kernels/paged_decode.py::_paged_decode",
         "kernels/paged_prefill.py::paged_prefill",
         "kernels/paged_prefill.py::_paged_prefill",
+        "kernels/rms_norm.py::rms_norm",
         "kernels/rotary.py::rotary",
         "kernels/rotary.py::_rotary",
         "kernels/sample.py::_sample",

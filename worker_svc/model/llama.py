@@ -11,31 +11,24 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from kernels import reference
 from worker_svc.model.model_config import ModelConfig, RopeScaling
-
-LayerCache = tuple[torch.Tensor, torch.Tensor]
-"""One layer's keys and values, each [N, S, G, D]."""
+from worker_svc.model.operations import LayerCache, Linear, Operations, StepColumns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerWeights:
-    """The parameters of one layer. Matrices are [out, in], contiguous."""
+    """The parameters of one layer."""
 
     attention_norm: torch.Tensor
-    qkv: torch.Tensor
-    """[(H + 2 * G) * D, E] Queries, keys, values."""
+    qkv: Linear
+    """[E] to [(H + 2 * G) * D]: queries, keys, values."""
 
-    qkv_bias: torch.Tensor | None
-    output: torch.Tensor
-    output_bias: torch.Tensor | None
+    output: Linear
     mlp_norm: torch.Tensor
-    gate_up: torch.Tensor
-    """[2 * intermediate, E] Gate, then up."""
+    gate_up: Linear
+    """[E] to [2 * intermediate]: gate, then up."""
 
-    gate_up_bias: torch.Tensor | None
-    down: torch.Tensor
-    down_bias: torch.Tensor | None
+    down: Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -47,8 +40,8 @@ class LlamaWeights:
 
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    lm_head: torch.Tensor
-    """[V, E] The embedding itself, if the model ties them."""
+    lm_head: Linear
+    """[E] to [V]. Of the embedding itself, if the model ties them."""
 
     rope_divisors: torch.Tensor | None
     """[D / 2] fp32. What a GGUF file says to divide the rotary frequencies by."""
@@ -57,11 +50,13 @@ class LlamaWeights:
 class Llama:
     """Runs flattened tokens of many requests through the model."""
 
-    __slots__ = ("_inverse_frequencies", "_weights", "config")
+    __slots__ = ("_inverse_frequencies", "_operations", "_weights", "config")
 
-    def __init__(self, config: ModelConfig, weights: LlamaWeights) -> None:
+    def __init__(self, config: ModelConfig, weights: LlamaWeights, operations: Operations) -> None:
+        """Take weights whose linear layers are made by the same `operations`."""
         self.config = config
         self._weights = weights
+        self._operations = operations
         frequencies = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
         frequencies = frequencies.to(weights.embedding.device)
         if weights.rope_divisors is not None:
@@ -95,71 +90,40 @@ class Llama:
             token_ids, positions  [T]           int64
             kv_caches             per layer, [N, S, G, D] each, written in place
             slot_mapping          [T]           int64; -1 writes nothing
-            block_tables, seq_lens, query_start_loc: as in `reference.paged_attention`
+            block_tables, seq_lens, query_start_loc: as in `StepColumns`
             returns               [T, E]        dtype of the weights
 
         Invariant: in each layer all tokens store before any attends, so a request may read a
             block that another one fills in this very step.
         """
-        weights, config = self._weights, self.config
+        weights, operations, config = self._weights, self._operations, self.config
+        num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
+        columns = StepColumns(positions, slot_mapping, block_tables, seq_lens, query_start_loc)
+        attention = operations.begin(columns, self._inverse_frequencies, kv_caches[0])
         hidden = functional.embedding(token_ids, weights.embedding)  # [T, E]
-        cos, sin = self._rotations(positions)
-        reads = reference.plan_reads(kv_caches[0][0], block_tables, seq_lens, query_start_loc)
+        added: torch.Tensor | None = None
         for layer, cache in zip(weights.layers, kv_caches, strict=True):
-            normed = rms_norm(hidden, layer.attention_norm, config.rms_norm_eps)
-            mixed = self._attend(layer, normed, cos, sin, cache, slot_mapping, reads)
-            hidden = hidden + functional.linear(mixed, layer.output, layer.output_bias)
-            normed = rms_norm(hidden, layer.mlp_norm, config.rms_norm_eps)
-            gate_up = functional.linear(normed, layer.gate_up, layer.gate_up_bias)
-            gate, up = gate_up.chunk(2, dim=-1)
-            activated = functional.silu(gate) * up  # [T, intermediate]
-            hidden = hidden + functional.linear(activated, layer.down, layer.down_bias)
-        return rms_norm(hidden, weights.norm, config.rms_norm_eps)
+            normed = self._norm(hidden, added, layer.attention_norm)
+            qkv = layer.qkv(normed).view(len(token_ids), -1, head_dim)  # [T, H + 2 * G, D]
+            mixed = attention.attend(qkv, num_heads, cache)  # [T, H, D]
+            added = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
+            normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
+            added = layer.down(operations.silu_and_mul(layer.gate_up(normed)))  # [T, E]
+        return self._norm(hidden, added, weights.norm)
+
+    def _norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Add what the layer before has to add, if there is one, and normalise."""
+        eps = self.config.rms_norm_eps
+        if added is None:
+            return self._operations.rms_norm(hidden, weight, eps)
+        return self._operations.rms_norm(added, weight, eps, hidden)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return fp32 logits of hidden states. Shapes: hidden [S, E], returns [S, V]."""
-        return functional.linear(hidden, self._weights.lm_head).float()
-
-    def _attend(
-        self,
-        layer: LayerWeights,
-        normed: torch.Tensor,
-        cos: torch.Tensor,
-        sin: torch.Tensor,
-        cache: LayerCache,
-        slot_mapping: torch.Tensor,
-        reads: reference.Reads,
-    ) -> torch.Tensor:
-        heads, kv_heads = self.config.num_heads, self.config.num_kv_heads
-        head_dim = self.config.head_dim
-        k_cache, v_cache = cache
-        qkv = functional.linear(normed, layer.qkv, layer.qkv_bias)
-        qkv = qkv.view(-1, heads + 2 * kv_heads, head_dim)  # [T, H + 2 * G, D]
-        qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
-        # Rolling by half a head swaps its halves; `sin` holds the sign.
-        qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin)
-        q, k = qk[:, :heads], qk[:, heads:]
-        reference.store_kv(k, v, k_cache, v_cache, slot_mapping)
-        out = reference.attend(q, k_cache, v_cache, reads, head_dim**-0.5)  # [T, H, D]
-        return out.view(-1, heads * head_dim)
-
-    def _rotations(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosines and signed sines, [T, 1, D] in the run dtype."""
-        angles = positions[:, None, None].float() * self._inverse_frequencies  # [T, 1, D / 2]
-        cos, sin = angles.cos(), angles.sin()
-        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        return cos.to(self.dtype), sin.to(self.dtype)
-
-
-def rms_norm(hidden: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Return hidden / rms(hidden) * weight.
-
-    Shapes: hidden, returns [T, E]; weight [E].
-    Numerics: in fp32, rounded once. transformers rounds to the run dtype before the weight
-        multiplies, too; in float32 that is the same.
-    """
-    return functional.rms_norm(hidden, weight.shape, weight, eps)
+        return self._weights.lm_head(hidden).float()
 
 
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> torch.Tensor:

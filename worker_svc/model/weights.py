@@ -14,7 +14,9 @@ from worker_svc.model.gguf_file import read_gguf
 from worker_svc.model.gguf_weights import ROPE_DIVISORS, GgufWeights
 from worker_svc.model.llama import LayerWeights, Llama, LlamaWeights
 from worker_svc.model.model_config import ModelConfig, config_from_gguf, read_model_config
+from worker_svc.model.operations import Linear, Operations
 from worker_svc.model.safetensors_weights import SafetensorsWeights
+from worker_svc.model.torch_operations import TorchOperations
 
 
 class TensorSource(Protocol):
@@ -39,17 +41,21 @@ class LoadedModel:
     load_seconds: float
 
 
-def load_model(path: Path, dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """Load a Hugging Face directory or a GGUF file.
+def load_model(
+    path: Path, dtype: torch.dtype, device: torch.device, operations: Operations | None = None
+) -> LoadedModel:
+    """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
 
     Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor.
     """
     started = time.perf_counter()
+    operations = operations or TorchOperations()
     config, source = _open_source(path)
     with source as tensors:
-        loader = _Loader(tensors, config, dtype, device)
+        loader = _Loader(tensors, config, dtype, device, operations)
         weights = loader.load()
-    return LoadedModel(Llama(config, weights), loader.weight_bytes, time.perf_counter() - started)
+    model = Llama(config, weights, operations)
+    return LoadedModel(model, loader.weight_bytes, time.perf_counter() - started)
 
 
 def _open_source(path: Path) -> tuple[ModelConfig, AbstractContextManager[TensorSource]]:
@@ -64,13 +70,19 @@ class _Loader:
     """Takes tensors from a source, each once, and checks their shapes."""
 
     def __init__(
-        self, source: TensorSource, config: ModelConfig, dtype: torch.dtype, device: torch.device
+        self,
+        source: TensorSource,
+        config: ModelConfig,
+        dtype: torch.dtype,
+        device: torch.device,
+        operations: Operations,
     ) -> None:
         self._source = source
         self._left = set(source.names)
         self._config = config
         self._dtype = dtype
         self._device = device
+        self._operations = operations
         self.weight_bytes = 0
 
     def load(self) -> LlamaWeights:
@@ -95,7 +107,9 @@ class _Loader:
         unknown = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
         if unknown:
             raise ModelError(f"{len(unknown)} tensors are not known, the first is {unknown[0]}")
-        return LlamaWeights(embedding, layers, norm, lm_head, divisors)
+        return LlamaWeights(
+            embedding, layers, norm, self._operations.linear(lm_head, None), divisors
+        )
 
     def _layer(self, name: str) -> LayerWeights:
         config = self._config
@@ -112,16 +126,17 @@ class _Loader:
         down = [(f"{name}.mlp.down_proj", hidden)]
         return LayerWeights(
             attention_norm=self._take(f"{name}.input_layernorm.weight", hidden),
-            qkv=self._fuse(qkv, "weight", [hidden]),
-            qkv_bias=self._fuse(qkv, "bias") if config.qkv_bias else None,
-            output=self._fuse(output, "weight", [queries]),
-            output_bias=self._fuse(output, "bias") if config.output_bias else None,
+            qkv=self._linear(qkv, hidden, has_bias=config.qkv_bias),
+            output=self._linear(output, queries, has_bias=config.output_bias),
             mlp_norm=self._take(f"{name}.post_attention_layernorm.weight", hidden),
-            gate_up=self._fuse(gate_up, "weight", [hidden]),
-            gate_up_bias=self._fuse(gate_up, "bias") if config.mlp_bias else None,
-            down=self._fuse(down, "weight", [inner]),
-            down_bias=self._fuse(down, "bias") if config.mlp_bias else None,
+            gate_up=self._linear(gate_up, hidden, has_bias=config.mlp_bias),
+            down=self._linear(down, inner, has_bias=config.mlp_bias),
         )
+
+    def _linear(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
+        """Make one linear layer of matrices [rows, columns] above one another."""
+        weight = self._fuse(parts, "weight", [columns])
+        return self._operations.linear(weight, self._fuse(parts, "bias") if has_bias else None)
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
         return self._place([self._read(name, shape)])

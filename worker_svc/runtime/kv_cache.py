@@ -6,8 +6,8 @@ import numpy as np
 import torch
 
 from worker_svc.errors import InvariantError
-from worker_svc.model.llama import LayerCache
 from worker_svc.model.model_config import ModelConfig
+from worker_svc.model.operations import LayerCache
 from worker_svc.runtime.step_plan import BlockCopies
 
 

@@ -14,7 +14,9 @@ from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
+from worker_svc.service.backends import choose_operations
 from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import CacheLimits
 
 
@@ -26,6 +28,7 @@ class LocalSettings:
     device: str
     dtype: str
     kv_cache_dtype: str
+    attention_backend: str
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
@@ -34,7 +37,7 @@ class LocalSettings:
 class LocalModel:
     """A ModelHost over `worker_svc.runtime`."""
 
-    def __init__(self, settings: LocalSettings) -> None:
+    def __init__(self, settings: LocalSettings, log: Logger) -> None:
         """Read what is known without loading.
 
         Raises: ConfigError if there is no such model or device, or the types do not go together.
@@ -52,6 +55,8 @@ class LocalModel:
                 f"({dtype_name!r})"
             )
         config = read_model_config(self._path)
+        self._head_dim = config.head_dim
+        self._log = log
         self._loaded: LoadedModel | None = None
         self.device = describe_device(self._torch_device)
         self.model = worker_pb2.ModelFacts(
@@ -71,12 +76,15 @@ class LocalModel:
         )
 
     def load(self) -> None:
-        """Read the weights, unless they are in memory.
+        """Choose an attention backend and read the weights, unless they are in memory.
 
-        Raises: ConfigError, as ModelError, if the files are damaged.
+        Raises: ConfigError if the backend that was asked for does not serve the model here; as
+            ModelError, if the files are damaged.
         """
         if self._loaded is None:
-            self._loaded = load_model(self._path, self._dtype, self._torch_device)
+            wanted, device = self._settings.attention_backend, self._torch_device
+            operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
+            self._loaded = load_model(self._path, self._dtype, device, operations)
 
     def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:
         """Measure memory and make an empty cache.

@@ -32,6 +32,7 @@ BenchModel = Annotated[str, typer.Argument(metavar="MODEL", help="As for serve."
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.command("hash")(bench_hash)
 app.command("step", context_settings=single_program.PASS_ON)(single_program.bench_step)
+app.command("kernels", context_settings=single_program.PASS_ON)(single_program.bench_kernels)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

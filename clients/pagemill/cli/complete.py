@@ -4,15 +4,15 @@ import asyncio
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
 from pagemill.cli import options
 from pagemill.cli.connection import connect
 from pagemill.cli.exit_status import CliError, ExitStatus
-from pagemill.cli.streaming import write_text
-from pagemill.client import Completion, FinishReason, GenerateArguments
+from pagemill.cli.streaming import write_sequences, write_text
+from pagemill.client import Completion, FinishReason, GenerateArguments, Output
 
 Prompt = Annotated[str | None, typer.Option(help="Text to continue, or the user's message.")]
 PromptFile = Annotated[Path | None, typer.Option(help="File with the prompt. -: standard input.")]
@@ -32,6 +32,11 @@ def complete(
     top_p: options.TopP = None,
     min_p: options.MinP = None,
     seed: options.Seed = None,
+    n: options.N = None,
+    beam_width: options.BeamWidth = None,
+    length_penalty: options.LengthPenalty = None,
+    early_stopping: options.EarlyStopping = None,
+    num_returned: options.NumReturned = None,
     stop: options.Stop = None,
     ignore_eos: options.IgnoreEos = False,
     timeout: options.Timeout = 300.0,
@@ -51,6 +56,11 @@ def complete(
         top_p=top_p,
         min_p=min_p,
         seed=seed,
+        n=n,
+        beam_width=beam_width,
+        length_penalty=length_penalty,
+        early_stopping=_early_stopping(early_stopping),
+        num_returned=num_returned,
         stop=stop,
         ignore_eos=ignore_eos,
     )
@@ -59,20 +69,24 @@ def complete(
         arguments["messages"] = [*turns, {"role": "user", "content": text}]
     else:
         arguments["prompt"] = text
-    completion = asyncio.run(_complete(server, timeout, arguments, as_json=as_json))
+    many = n is not None or beam_width is not None
+    completion = asyncio.run(_complete(server, timeout, arguments, as_json=as_json, many=many))
     if as_json:
-        sys.stdout.write(json.dumps(as_object(completion)) + "\n")
-    if completion.finish_reason is FinishReason.ERROR:
-        raise CliError(f"the output could not be computed: {completion.outputs[0].finished.error}")
+        sys.stdout.write(json.dumps(as_object(completion, many=many)) + "\n")
+    for sequence in completion.sequences:
+        if sequence.finished.reason is FinishReason.ERROR:
+            raise CliError(f"the output could not be computed: {sequence.finished.error}")
 
 
-def as_object(completion: Completion) -> dict[str, Any]:
-    """Return a completion as `--json` prints it."""
+def as_object(completion: Completion, *, many: bool = False) -> dict[str, Any]:
+    """Return a completion as `--json` prints it; `many`: with all sequences, not the first only."""
     usage, timing = completion.usage, completion.timing
+    sequences = [_sequence(sequence) for sequence in completion.sequences] if many else []
     return {
         "text": completion.text,
         "token_ids": list(completion.token_ids),
         "finish_reason": completion.finish_reason.value,
+        **({"sequences": sequences} if many else {}),
         "usage": {
             "prompt_tokens": usage.prompt_tokens,
             "completion_tokens": usage.completion_tokens,
@@ -86,13 +100,35 @@ def as_object(completion: Completion) -> dict[str, Any]:
     }
 
 
+def _sequence(sequence: Output) -> dict[str, Any]:
+    """Return one sequence of several; `score` and `cumulative_logprob` are of beams."""
+    ended = sequence.finished
+    scores = {"score": ended.score, "cumulative_logprob": ended.cumulative_logprob}
+    return {
+        "text": sequence.text,
+        "token_ids": list(sequence.token_ids),
+        "finish_reason": ended.reason.value,
+        **{name: value for name, value in scores.items() if value is not None},
+    }
+
+
 async def _complete(
-    server: str, timeout_s: float, arguments: GenerateArguments, *, as_json: bool
+    server: str, timeout_s: float, arguments: GenerateArguments, *, as_json: bool, many: bool
 ) -> Completion:
     async with connect(server, timeout_s) as client:
         if as_json:
             return await client.complete(**arguments)
-        return await write_text(client.generate(**arguments), sys.stdout)
+        write = write_sequences if many else write_text
+        return await write(client.generate(**arguments), sys.stdout)
+
+
+def _early_stopping(said: str | None) -> bool | Literal["never"] | None:
+    match said:
+        case None | "never":
+            return said
+        case "true" | "false":
+            return said == "true"
+    raise CliError(f"early-stopping is {said}, must be one of false, true, never", ExitStatus.USAGE)
 
 
 def read_prompt(prompt: str | None, file: Path | None) -> str:

@@ -30,6 +30,15 @@ TopK = Annotated[int | None, Option(help="Draw from the k likeliest only. 0: all
 TopP = Annotated[float | None, Option(help="Draw from the likeliest of this probability.")]
 MinP = Annotated[float | None, Option(help="Draw from those this likely, of the likeliest.")]
 Seed = Annotated[int | None, Option(help="Makes the draw reproducible.")]
+N = Annotated[int | None, Option("--n", help="Sequences for the one prompt.")]
+BeamWidth = Annotated[
+    int | None, Option(help="Search for the likeliest output with so many beams.")
+]
+LengthPenalty = Annotated[float | None, Option(help="Of beams: above 0 favours long outputs.")]
+EarlyStopping = Annotated[
+    str | None, Option(metavar="WHEN", help="Of beams: false, true or never, as in transformers.")
+]
+NumReturned = Annotated[int | None, Option(help="Of beams: the best to print.")]
 Stop = Annotated[list[str] | None, Option(help="Text that ends the output. Repeatable.")]
 IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after an end of sequence.")]
 System = Annotated[str | None, Option(help="The system message.")]
@@ -39,6 +48,7 @@ Device = Annotated[str | None, Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")]
 KvCacheDtype = Annotated[str | None, Option(help="Of cached keys and values. auto: as dtype.")]
 KvCacheMemoryBytes = Annotated[int | None, Option(help="Of the KV cache, whatever is free.")]
+AttentionBackend = Annotated[str | None, Option(help="Of the worker: auto, native or torch.")]
 GpuMemoryUtilization = Annotated[float | None, Option(help="Share of the device's memory.")]
 Threads = Annotated[int | None, Option(help="Threads of a CPU operation.")]
 Listen = Annotated[str | None, Option(metavar="ADDRESS", help="For clients; port 0: any free.")]
@@ -50,7 +60,7 @@ ServedModelName = Annotated[str | None, Option(help="Names in requests, parted b
 BlockSize = Annotated[int | None, Option(help="Tokens in a KV block.")]
 NumGpuBlocksOverride = Annotated[int | None, Option(help="Usable blocks, whatever memory says.")]
 MaxModelLen = Annotated[int | None, Option(help="Most tokens of prompt and output.")]
-MaxNumSeqs = Annotated[int | None, Option(help="Most requests in a step.")]
+MaxNumSeqs = Annotated[int | None, Option(help="Most sequences in a step.")]
 MaxNumBatchedTokens = Annotated[int | None, Option(help="Most tokens in a step.")]
 MaxWaitingRequests = Annotated[int | None, Option(help="Most requests in the queue.")]
 MaxWaitingTokens = Annotated[int | None, Option(help="Most tokens in the queue.")]

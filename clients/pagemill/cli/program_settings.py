@@ -52,6 +52,7 @@ SCHEDULER_SETTINGS = frozenset(
 )
 WORKER_SETTINGS = frozenset(
     {
+        "attention_backend",
         "device",
         "dtype",
         "gpu_memory_utilization",

@@ -35,6 +35,7 @@ def serve(
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_dtype: options.KvCacheDtype = None,
+    attention_backend: options.AttentionBackend = None,
     enable_prefix_caching: options.EnablePrefixCaching = None,
     prefix_caching_hash_algo: options.PrefixCachingHashAlgo = None,
     eviction_policy: options.EvictionPolicy = None,

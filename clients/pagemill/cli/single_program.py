@@ -43,6 +43,11 @@ def bench_step(options: Options = None) -> None:
     _replace_by(program("scheduler_svc.bench_step", *(options or [])), {})
 
 
+def bench_kernels(options: Options = None) -> None:
+    """Time a CPU's kernels beside what torch has for the same. --help: its options."""
+    _replace_by(program("worker_svc.bench_kernels", *(options or [])), {})
+
+
 def _become(module: str, arguments: Sequence[str]) -> None:
     _replace_by(*prepared(module, arguments))
 

@@ -4,7 +4,7 @@ from collections.abc import AsyncGenerator
 from typing import TextIO
 
 from pagemill.cli.terminal import shown
-from pagemill.client import Completion, Delta, Event
+from pagemill.client import Completion, Delta, Event, Finished
 from pagemill.client.events import Collector
 
 
@@ -25,6 +25,32 @@ async def write_text(events: AsyncGenerator[Event, None], out: TextIO) -> Comple
             out.write("\n")
             out.flush()
     return collector.completion()
+
+
+async def write_sequences(events: AsyncGenerator[Event, None], out: TextIO) -> Completion:
+    """Write each sequence below a line of its own once it has ended; return the whole.
+
+    They grow side by side, and a terminal has one place to write: so they come in order of index,
+    and none before those in front of it.
+    """
+    collector = Collector()
+    num_written = 0
+    async for event in events:
+        collector.add(event)
+        while (sequence := collector.finished(num_written)) is not None:
+            text = shown(sequence.text) if out.isatty() else sequence.text
+            out.write(f"{_heading(sequence.finished)}\n{text}\n")
+            out.flush()
+            num_written += 1
+    return collector.completion()
+
+
+def _heading(ended: Finished) -> str:
+    """Return the line above a sequence: its index, how it ended, and what beams say of it."""
+    scores = ""
+    if ended.score is not None:
+        scores = f", score {ended.score:.4f}, log-probability {ended.cumulative_logprob or 0:.4f}"
+    return f"[{ended.sequence_index}] {ended.reason.value}{scores}"
 
 
 def account(completion: Completion) -> str:

@@ -1,7 +1,7 @@
 """What a caller may ask of one generation."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, Literal, TypedDict
 
 JsonObject = Mapping[str, Any]
 """Members of a JSON object, as `json.dumps` takes them."""
@@ -61,7 +61,19 @@ class GenerateArguments(ChatArguments, total=False):
     """Makes the draw reproducible."""
 
     n: int | None
-    """Sequences for the one prompt."""
+    """Sequences for the one prompt: at most as many as the server has in a step."""
+
+    beam_width: int | None
+    """Hypotheses of a beam search, at least 2, in place of sampling."""
+
+    length_penalty: float | None
+    """With beams: score = cumulative log-probability / generated length ^ this. Default 1."""
+
+    early_stopping: bool | Literal["never"] | None
+    """With beams: whether the search ends once it has beam_width results; see the protocol."""
+
+    num_returned: int | None
+    """With beams: the best to return, at most beam_width. Default 1."""
 
     presence_penalty: float | None
     """Subtracted once from the logit of each token in the output."""

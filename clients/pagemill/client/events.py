@@ -62,7 +62,7 @@ class Delta:
     """New output of one sequence."""
 
     sequence_index: int
-    """0 to n - 1."""
+    """0 to n - 1. With beams the rank of the hypothesis, 0 the best."""
 
     token_ids: tuple[int, ...]
     """New ids."""
@@ -79,10 +79,10 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """One sequence ended."""
+    """One sequence ended; others may go on."""
 
     sequence_index: int
-    """0 to n - 1."""
+    """0 to n - 1. With beams the rank of the hypothesis, 0 the best."""
 
     reason: FinishReason
     """Why."""
@@ -91,7 +91,10 @@ class Finished:
     """The stop string or stop id that ended it. None: an end-of-sequence id, or not STOP."""
 
     cumulative_logprob: float | None
-    """Sum over the output, where log-probabilities were asked for."""
+    """Sum over the output, where log-probabilities or beams were asked for."""
+
+    score: float | None
+    """Of a hypothesis of beam search; the highest is the best."""
 
     error: str
     """With reason ERROR: what could not be computed."""
@@ -173,8 +176,8 @@ class Completion:
     accepted: Accepted
     """Its name, prompt length and seed."""
 
-    outputs: tuple[Output, ...]
-    """One per sequence, in order."""
+    sequences: tuple[Output, ...]
+    """One per sequence, by index; with beams the best first."""
 
     summary: Summary
     """Its account."""
@@ -182,17 +185,17 @@ class Completion:
     @property
     def text(self) -> str:
         """Text of the first sequence."""
-        return self.outputs[0].text
+        return self.sequences[0].text
 
     @property
     def token_ids(self) -> tuple[int, ...]:
         """Ids of the first sequence."""
-        return self.outputs[0].token_ids
+        return self.sequences[0].token_ids
 
     @property
     def finish_reason(self) -> FinishReason:
         """How the first sequence ended."""
-        return self.outputs[0].finished.reason
+        return self.sequences[0].finished.reason
 
     @property
     def usage(self) -> Usage:
@@ -228,6 +231,10 @@ class Collector:
             case Summary():
                 self._summary = event
 
+    def finished(self, sequence_index: int) -> Output | None:
+        """Return a sequence, if it has ended."""
+        return self._output(sequence_index) if sequence_index in self._finished else None
+
     def completion(self) -> Completion:
         """Return the sum.
 
@@ -235,8 +242,8 @@ class Collector:
         """
         if self._accepted is None or self._summary is None or not self._finished:
             raise InternalError("the stream ended without its summary")
-        outputs = tuple(self._output(index) for index in sorted(self._finished))
-        return Completion(self._accepted, outputs, self._summary)
+        sequences = tuple(self._output(index) for index in sorted(self._finished))
+        return Completion(self._accepted, sequences, self._summary)
 
     def _output(self, index: int) -> Output:
         deltas = self._deltas.get(index, [])

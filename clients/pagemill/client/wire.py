@@ -49,6 +49,18 @@ _SAMPLING = (
     "allowed_token_ids",
     "bad_words",
 )
+# Fields of BeamSearch, by the names of their arguments.
+_BEAM = {
+    "beam_width": "width",
+    "length_penalty": "length_penalty",
+    "early_stopping": "early_stopping",
+    "num_returned": "num_returned",
+}
+_EARLY_STOPPING = {
+    False: generation_pb2.EARLY_STOPPING_FALSE,
+    True: generation_pb2.EARLY_STOPPING_TRUE,
+    "never": generation_pb2.EARLY_STOPPING_NEVER,
+}
 _STOPPING = (
     "max_tokens",
     "min_tokens",
@@ -68,7 +80,7 @@ _OUTPUT = (
 _CACHE = ("salt", "read_cache")
 _CHAT = ("tools", "template_arguments", "continue_last_message")
 _KNOWN = frozenset(
-    ("prompt", "messages", *_PLAIN, *_SAMPLING, *_STOPPING, *_OUTPUT, *_CACHE, *_CHAT)
+    ("prompt", "messages", *_PLAIN, *_SAMPLING, *_BEAM, *_STOPPING, *_OUTPUT, *_CACHE, *_CHAT)
 )
 
 _REASONS = {
@@ -102,6 +114,7 @@ def generate_request(arguments: GenerateArguments) -> inference_pb2.GenerateRequ
             _one_field(generation_pb2.TokenIds, "ids", given["prompt"], "prompt")
         )
     _fill(request.sampling, given, _SAMPLING)
+    _fill_beam(request.beam, given)
     _fill(request.stopping, given, _STOPPING)
     _fill(request.output, given, _OUTPUT)
     _fill(request.cache, given, _CACHE)
@@ -192,6 +205,21 @@ def _fill(message: Message, given: Mapping[str, Any], names: Iterable[str]) -> N
             message.MergeFrom(_one_field(type(message), name, given[name], name))
 
 
+def _fill_beam(beam: generation_pb2.BeamSearch, given: Mapping[str, Any]) -> None:
+    """Set what is given of a beam search. If nothing is, it stays unset."""
+    for name, field in _BEAM.items():
+        if name not in given:
+            continue
+        value = given[name]
+        if name == "early_stopping":
+            if not isinstance(value, bool | str) or value not in _EARLY_STOPPING:
+                raise InvalidArgumentError(
+                    f"{name} is {value!r}, must be True, False or 'never'", field=name
+                )
+            value = _EARLY_STOPPING[value]
+        beam.MergeFrom(_one_field(generation_pb2.BeamSearch, field, value, name))
+
+
 def _one_field(kind: type[MessageT], field: str, value: object, name: str) -> MessageT:
     """Return a message with one field set, or name the argument that cannot be set."""
     try:
@@ -236,11 +264,13 @@ def _positions(
 def _finished(finished: inference_pb2.Finished) -> Finished:
     kind = finished.WhichOneof("stop_match")
     has_sum = finished.HasField("cumulative_logprob")
+    has_score = finished.HasField("score")
     return Finished(
         finished.sequence_index,
         _REASONS.get(finished.reason, FinishReason.ERROR),
         None if kind is None else getattr(finished, kind),
         finished.cumulative_logprob if has_sum else None,
+        finished.score if has_score else None,
         finished.error,
     )
 

@@ -164,7 +164,9 @@ class Sampling(_message.Message):
     Any 64-bit value. Unset: the server draws one.
     """
     n: _builtins.int
-    """Sequences wanted for the one prompt. 0 and unset mean 1."""
+    """Sequences wanted for the one prompt, at most as many as a step may have
+    (max_num_seqs). 0 and unset mean 1.
+    """
     presence_penalty: _builtins.float
     """Subtracted once from the logit of every token already in the output. Bounds [-2, 2].
     Default 0.
@@ -303,7 +305,10 @@ Global___Stopping: _TypeAlias = Stopping  # noqa: Y015
 
 @_typing.final
 class BeamSearch(_message.Message):
-    """Beam search in place of sampling."""
+    """Beam search in place of sampling: nothing is drawn, and nothing is known before the end. So
+    it goes with neither n above 1 nor stop strings, nor with a temperature other than 0 and 1, a
+    top_k, top_p or min_p that leaves tokens out.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -312,9 +317,13 @@ class BeamSearch(_message.Message):
     EARLY_STOPPING_FIELD_NUMBER: _builtins.int
     NUM_RETURNED_FIELD_NUMBER: _builtins.int
     width: _builtins.int
-    """Hypotheses kept alive, at least 2. 0: no beam search."""
+    """Hypotheses kept alive, at least 2, at most as many as a step may have sequences. 0: no
+    beam search, if no other field is set.
+    """
     length_penalty: _builtins.float
-    """Score = cumulative log-probability / generated length ^ this. Default 1."""
+    """Score = cumulative log-probability / generated length ^ this. The end-of-sequence id
+    counts, the prompt does not. Default 1.
+    """
     early_stopping: Global___EarlyStopping.ValueType
     """When the search may stop before the length limit."""
     num_returned: _builtins.int

@@ -378,7 +378,7 @@ class Delta(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     STEP_ID_FIELD_NUMBER: _builtins.int
     sequence_index: _builtins.int
-    """0 .. n - 1."""
+    """0 .. n - 1. With beams the rank of the hypothesis, 0 the best."""
     text: _builtins.str
     """New text. May be empty while a character or a stop string is incomplete."""
     step_id: _builtins.int
@@ -480,7 +480,7 @@ class Finished(_message.Message):
     SCORE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     sequence_index: _builtins.int
-    """0 .. n - 1."""
+    """0 .. n - 1. With beams the rank of the hypothesis, 0 the best."""
     reason: _generation_pb2.FinishReason.ValueType
     """Never UNSPECIFIED."""
     stop_string: _builtins.str
@@ -490,7 +490,7 @@ class Finished(_message.Message):
     cumulative_logprob: _builtins.float
     """Sum of the log-probabilities of the output, where logprobs or beams were asked for."""
     score: _builtins.float
-    """The score of a beam."""
+    """The score of a hypothesis; see BeamSearch. Unset: no beam search."""
     error: _builtins.str
     """With reason ERROR: what could not be computed."""
     def __init__(
@@ -572,7 +572,7 @@ class Usage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt, counted once whatever n is."""
     completion_tokens: _builtins.int
-    """Tokens of all sequences."""
+    """Tokens of all sequences that the answer has."""
     cached_tokens: _builtins.int
     """Prompt tokens found in the prefix cache when the request was first admitted."""
     recomputed_tokens: _builtins.int

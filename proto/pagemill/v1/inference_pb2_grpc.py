@@ -64,9 +64,10 @@ class InferenceServicer:
     def Generate(self, request, context):
         """Generates from one prompt and streams the tokens as they are sampled.
 
-        Each message carries every token that piled up since the last one; the last message
-        carries `summary`. Cancelling the call, or letting its deadline pass, frees what the
-        request holds within one step.
+        Each message carries every token that piled up since the last one, of all sequences; a
+        sequence that ends is told of at once, while others go on; the last message carries
+        `summary`. With beams all output comes at the end. Cancelling the call, or letting its
+        deadline pass, frees what the request holds within one step.
 
         Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
         NOT_FOUND           no such model

@@ -36,9 +36,10 @@ class InferenceStub:
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
     """Generates from one prompt and streams the tokens as they are sampled.
 
-    Each message carries every token that piled up since the last one; the last message
-    carries `summary`. Cancelling the call, or letting its deadline pass, frees what the
-    request holds within one step.
+    Each message carries every token that piled up since the last one, of all sequences; a
+    sequence that ends is told of at once, while others go on; the last message carries
+    `summary`. With beams all output comes at the end. Cancelling the call, or letting its
+    deadline pass, frees what the request holds within one step.
 
     Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
             NOT_FOUND           no such model
@@ -64,9 +65,10 @@ class InferenceAsyncStub(InferenceStub):
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generates from one prompt and streams the tokens as they are sampled.
 
-    Each message carries every token that piled up since the last one; the last message
-    carries `summary`. Cancelling the call, or letting its deadline pass, frees what the
-    request holds within one step.
+    Each message carries every token that piled up since the last one, of all sequences; a
+    sequence that ends is told of at once, while others go on; the last message carries
+    `summary`. With beams all output comes at the end. Cancelling the call, or letting its
+    deadline pass, frees what the request holds within one step.
 
     Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
             NOT_FOUND           no such model
@@ -95,9 +97,10 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
         """Generates from one prompt and streams the tokens as they are sampled.
 
-        Each message carries every token that piled up since the last one; the last message
-        carries `summary`. Cancelling the call, or letting its deadline pass, frees what the
-        request holds within one step.
+        Each message carries every token that piled up since the last one, of all sequences; a
+        sequence that ends is told of at once, while others go on; the last message carries
+        `summary`. With beams all output comes at the end. Cancelling the call, or letting its
+        deadline pass, frees what the request holds within one step.
 
         Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
                 NOT_FOUND           no such model

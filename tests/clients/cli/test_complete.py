@@ -21,6 +21,7 @@ from scripted_server import (
     fails,
     retry_info,
     says,
+    sequence_ended,
     silent,
 )
 
@@ -66,6 +67,50 @@ def test_without_json_the_text_is_streamed(
 ) -> None:
     assert run("complete", "--server", address, "--prompt", "Hi") == 0
     assert capsys.readouterr().out == "Hello\n"
+
+
+SIDE_BY_SIDE = (
+    accepted(),
+    delta("one", [1], 1),
+    delta("ze", [2], 0),
+    sequence_ended(1, score=-0.25, cumulative_logprob=-1.0),
+    delta("ro", [3], 0),
+    ended(3),
+)
+
+
+def test_several_sequences_are_written_one_after_the_other(
+    run: Run, address: str, script: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.plays = [says(*SIDE_BY_SIDE)]
+    assert run("complete", "--server", address, "--prompt", "Hi", "--n", "2") == 0
+    out = capsys.readouterr().out
+    assert out == "[0] length\nzero\n[1] stop, score -0.2500, log-probability -1.0000\none\n"
+    assert script.requests[0].sampling.n == 2
+
+
+def test_beams_are_asked_for_and_all_sequences_are_in_the_json(
+    run: Run, address: str, script: ScriptedServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script.plays = [says(*SIDE_BY_SIDE)]
+    flags = ["--beam-width", "4", "--num-returned", "2", "--length-penalty", "0.5"]
+    flags += ["--early-stopping", "never", "--json"]
+    assert run("complete", "--server", address, "--prompt", "Hi", *flags) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["text"] == "zero"
+    assert answer["sequences"] == [
+        {"text": "zero", "token_ids": [2, 3], "finish_reason": "length"},
+        {
+            "text": "one",
+            "token_ids": [1],
+            "finish_reason": "stop",
+            "score": -0.25,
+            "cumulative_logprob": -1.0,
+        },
+    ]
+    beam = script.requests[0].beam
+    assert (beam.width, beam.num_returned, beam.length_penalty) == (4, 2, 0.5)
+    assert beam.early_stopping == generation_pb2.EARLY_STOPPING_NEVER
 
 
 def test_a_chat_wraps_the_prompt_into_turns(run: Run, address: str, script: ScriptedServer) -> None:
@@ -124,6 +169,7 @@ def test_a_refusal_is_one_line_and_a_status(
         ("--prompt", "a", "--server", "nonsense"),
         ("--prompt", "a", "--timeout", "0"),
         ("--prompt", "a", "--max-tokens", "many"),
+        ("--prompt", "a", "--early-stopping", "soon"),
         ("--no-such-flag",),
     ],
 )

@@ -38,10 +38,12 @@ from scripted_server import (
     ScriptedServer,
     accepted,
     delta,
+    ended,
     fails,
     forever,
     retry_info,
     says,
+    sequence_ended,
     serving,
     silent,
     until,
@@ -67,9 +69,31 @@ async def test_events_come_typed_and_in_order(client: AsyncClient) -> None:
         Accepted("r1", 3, 7),
         Delta(0, (10,), "Hel", (), 5),
         Delta(0, (11,), "lo", (), 5),
-        Finished(0, FinishReason.LENGTH, None, None, ""),
+        Finished(0, FinishReason.LENGTH, None, None, None, ""),
         Summary(Usage(3, 2, 0, 0), Timing(0.25, 0.5, 1.5, 0), ()),
     ]
+
+
+async def test_sequences_that_grow_side_by_side_come_apart(
+    client: AsyncClient, script: ScriptedServer
+) -> None:
+    script.plays = [
+        says(
+            accepted(),
+            delta("a", [1], 1),
+            delta("b", [2], 0),
+            sequence_ended(1, score=-0.5, cumulative_logprob=-2.0),
+            delta("c", [3], 0),
+            ended(3),
+        )
+    ]
+    completion = await client.complete(prompt="Hi", n=2)
+    assert script.requests[0].sampling.n == 2
+    assert [sequence.text for sequence in completion.sequences] == ["bc", "a"]
+    assert [sequence.token_ids for sequence in completion.sequences] == [(2, 3), (1,)]
+    first, second = (sequence.finished for sequence in completion.sequences)
+    assert (first.reason, first.score, first.cumulative_logprob) == ("length", None, None)
+    assert (second.reason, second.score, second.cumulative_logprob) == ("stop", -0.5, -2.0)
 
 
 async def test_complete_adds_the_events_up(client: AsyncClient) -> None:

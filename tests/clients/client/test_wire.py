@@ -43,6 +43,15 @@ VALUES: dict[str, Any] = {
 }
 
 
+# Arguments of a beam search, whose fields have shorter names: value, field, and what it holds.
+BEAM_VALUES: dict[str, tuple[Any, str, Any]] = {
+    "beam_width": (4, "width", 4),
+    "length_penalty": (0.0, "length_penalty", 0.0),
+    "early_stopping": ("never", "early_stopping", generation_pb2.EARLY_STOPPING_NEVER),
+    "num_returned": (2, "num_returned", 2),
+}
+
+
 def request(**arguments: Any) -> inference_pb2.GenerateRequest:
     return wire.generate_request(cast(GenerateArguments, arguments))
 
@@ -63,9 +72,28 @@ def test_an_argument_lands_in_the_field_of_its_name(name: str) -> None:
     assert value == VALUES[name]
 
 
-def test_the_table_above_knows_every_argument() -> None:
+def test_the_tables_above_know_every_argument() -> None:
     prompts = {"prompt", "messages", "tools", "template_arguments", "continue_last_message"}
-    assert set(GenerateArguments.__annotations__) == set(VALUES) | prompts
+    values = set(VALUES) | set(BEAM_VALUES)
+    assert set(GenerateArguments.__annotations__) == values | prompts
+
+
+@pytest.mark.parametrize("name", BEAM_VALUES)
+def test_an_argument_of_a_beam_search_lands_in_its_field(name: str) -> None:
+    value, field, held = BEAM_VALUES[name]
+    ((said, found),) = request(prompt="Hi", **{name: value}).beam.ListFields()
+    assert (said.name, found) == (field, held)
+
+
+@pytest.mark.parametrize(
+    ("value", "held"),
+    [
+        (True, generation_pb2.EARLY_STOPPING_TRUE),
+        (False, generation_pb2.EARLY_STOPPING_FALSE),
+    ],
+)
+def test_a_beam_search_may_end_early_or_not(value: bool, held: int) -> None:
+    assert request(prompt="Hi", beam_width=2, early_stopping=value).beam.early_stopping == held
 
 
 def test_what_is_not_said_is_not_sent() -> None:
@@ -116,6 +144,9 @@ def test_one_stop_string_may_stand_alone() -> None:
         ({"prompt": [1, 2**31]}, "prompt"),
         ({"prompt": [1, "x"]}, "prompt"),
         ({"prompt": 5}, "prompt"),
+        ({"prompt": "a", "beam_width": -1}, "beam_width"),
+        ({"prompt": "a", "early_stopping": "soon"}, "early_stopping"),
+        ({"prompt": "a", "early_stopping": 1}, "early_stopping"),
         ({"messages": ["Hi"]}, "messages"),
         ({"messages": [{"content": "Hi"}]}, "messages"),
         ({"messages": [{"role": "user", "content": [1]}]}, "messages"),
@@ -149,6 +180,7 @@ def test_log_probabilities_and_stop_matches_arrive() -> None:
                 reason=generation_pb2.FINISH_REASON_STOP,
                 stop_token_id=0,
                 cumulative_logprob=0.0,
+                score=-0.0,
             ),
             inference_pb2.Finished(
                 sequence_index=1, reason=generation_pb2.FINISH_REASON_ERROR, error="NaN"
@@ -160,7 +192,7 @@ def test_log_probabilities_and_stop_matches_arrive() -> None:
     drawn, stopped, failed, summary = wire.events(message)
     assert isinstance(drawn, Delta)
     assert drawn.logprobs == (expected,)
-    assert stopped == Finished(0, FinishReason.STOP, 0, 0.0, "")
-    assert failed == Finished(1, FinishReason.ERROR, None, None, "NaN")
+    assert stopped == Finished(0, FinishReason.STOP, 0, 0.0, 0.0, "")
+    assert failed == Finished(1, FinishReason.ERROR, None, None, None, "NaN")
     assert isinstance(summary, Summary)
     assert summary.prompt_logprobs == ((), expected)

@@ -25,8 +25,8 @@ def random_model(seed: int, vocabulary: int) -> Model:
     def of(output: tuple[int, ...]) -> Float32Array:
         noise = np.random.default_rng([seed, *output])
         logits = noise.normal(0, 2, vocabulary).astype(np.float32)
-        logprobs: Float32Array = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
-        return logprobs
+        normalized: Float32Array = (logits - np.log(np.exp(logits).sum())).astype(np.float32)
+        return normalized
 
     return of
 

@@ -40,8 +40,8 @@ async def test_a_request_says_why_its_hit_ended_in_account_log_and_totals() -> N
             for reason in (MissReason.UNSEEN, MissReason.LAST_TOKEN):
                 async with bench.door.open(submission("r", prompt, 2)) as stream:
                     assert stream.account().miss_reason is None
-                    _, finish = await read(stream)
-                    assert finish.account.miss_reason is reason
+                    _, _, account = await read(stream)
+                    assert account.miss_reason is reason
         cache = bench.door.load().cache
     assert [line["miss_reason"] for line in lines if line["event"] == "request ended"] == [
         "unseen",
@@ -78,7 +78,7 @@ async def test_a_passed_deadline_ends_the_request_and_keeps_what_it_had() -> Non
             await until(lambda: bool(bench.group.plans))
             bench.group.answer()
             batch = await anext(aiter(stream))
-            assert batch.token_ids == tuple(generate_alone([1], 1, frozenset()))
+            assert batch.gains[0].token_ids == tuple(generate_alone([1], 1, frozenset()))
             with pytest.raises(DeadlineError):
                 await read(stream)
             assert bench.holds_nothing()
@@ -100,10 +100,10 @@ async def test_abort_ends_the_named_streams_and_names_the_unknown() -> None:
         bench.door.open(submission("two", [2], 3)) as two,
     ):
         assert bench.door.abort("", ["one", "nobody", "one"]) == (["one"], ["nobody"])
-        _, finish = await read(one)
+        _, finish, _ = await read(one)
         assert finish.reason is FinishReason.ABORT
         assert bench.door.abort("", ["one"]) == ([], ["one"])
-        tokens, _ = await read(two)
+        tokens, _, _ = await read(two)
         assert tokens == generate_alone([2], 3, frozenset())
         assert bench.door.abort("", None) == ([], [])
 
@@ -171,7 +171,7 @@ async def test_a_smaller_pool_ends_only_what_no_longer_fits() -> None:
             bench.group.leave()
             bench.group.eager = True
             bench.group.join(4)
-            _, finish = await read(large)
+            _, finish, _ = await read(large)
             assert finish.reason is FinishReason.ERROR
             assert "the whole pool has 16" in finish.error
             assert await small == generate_alone([2], 5, frozenset())
@@ -233,7 +233,7 @@ async def test_at_the_end_of_a_drain_the_rest_keep_what_they_had() -> None:
             bench.engine.fail_all(UnavailableError("the server stops"))
             assert bench.holds_nothing()
             batch = await anext(aiter(stream))
-            assert batch.token_ids == tuple(generate_alone([1], 1, frozenset()))
+            assert batch.gains[0].token_ids == tuple(generate_alone([1], 1, frozenset()))
             with pytest.raises(UnavailableError, match="stops"):
                 await read(stream)
 

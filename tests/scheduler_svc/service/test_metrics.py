@@ -13,9 +13,9 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.parser import text_string_to_metric_families
 
 from fake_door import FakeDoor
-from front_end_loopback import Loopback, front_end, loopback
+from front_end_loopback import EOS, Loopback, front_end, loopback
 from grpc_answers import eventually
-from pagemill.v1.generation_pb2 import Stopping
+from pagemill.v1.generation_pb2 import Sampling, Stopping
 from pagemill.v1.inference_pb2 import CacheOptions, GenerateRequest
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.request import MissReason
@@ -83,6 +83,17 @@ async def test_tokens_of_one_message_count_one_by_one(measured: Measured) -> Non
     await generate(measured.served, GenerateRequest(text="ab", stopping=Stopping(max_tokens=9)))
     await eventually(lambda: measured.value("inter_token_latency_seconds_count") == 6)
     assert measured.value("time_to_first_token_seconds_count") == 1
+
+
+async def test_each_sequence_counts_its_end_and_its_own_intervals(measured: Measured) -> None:
+    measured.served.door.more_scripts = (lambda _submission: (*b"xy", EOS),)
+    request = GenerateRequest(text="ab", sampling=Sampling(n=2), stopping=FIVE.stopping)
+    await generate(measured.served, request)
+    await eventually(lambda: measured.value("request_success_total", "length") == 1)
+    assert measured.value("request_success_total", "stop") == 1
+    assert measured.value("time_to_first_token_seconds_count") == 1
+    assert measured.value("inter_token_latency_seconds_count") == 4 + 2
+    assert measured.value("e2e_request_latency_seconds_count") == 1
 
 
 async def test_a_cancelled_request_counts_as_aborted(measured: Measured) -> None:

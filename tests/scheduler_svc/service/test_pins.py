@@ -101,8 +101,8 @@ async def test_quota_and_missing_prefix_have_statuses_of_their_own(served: Loopb
 
 async def cached(bench: Bench, prompt: list[int]) -> int:
     async with bench.door.open(submission("cached", prompt, 1)) as stream:
-        _, finish = await read(stream)
-    return finish.account.num_cached_tokens
+        _, _, account = await read(stream)
+    return account.num_cached_tokens
 
 
 async def test_a_pinned_prefix_stays_in_a_real_engine_until_it_is_let_go() -> None:

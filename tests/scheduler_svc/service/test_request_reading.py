@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from front_end_loopback import EOS, MAX_MODEL_LEN, VOCAB_SIZE, facts, front_end
 from pagemill.v1.generation_pb2 import (
+    EARLY_STOPPING_NEVER,
     BeamSearch,
     EmbeddingSpan,
     Guide,
@@ -24,6 +25,8 @@ from pagemill.v1.inference_pb2 import (
     OutputOptions,
 )
 from scheduler_svc.core.errors import InvalidRequestError, NotServedError, UnknownModelError
+from scheduler_svc.core.request import BeamOptions, EarlyStopping
+from scheduler_svc.core.request import Sampling as CoreSampling
 from scheduler_svc.errors import ConfigError
 from scheduler_svc.service.engine_door import Submission
 from scheduler_svc.service.front_end import FrontEnd
@@ -58,6 +61,10 @@ def with_stopping(**fields: object) -> GenerateRequest:
 
 def with_output(**fields: object) -> GenerateRequest:
     return asking(output=OutputOptions(**fields))  # type: ignore[arg-type]  # the fields are the test's
+
+
+def with_beams(**fields: object) -> GenerateRequest:
+    return asking(beam=BeamSearch(**fields))  # type: ignore[arg-type]  # the fields are the test's
 
 
 def with_chat(*messages: ChatMessage, **fields: object) -> GenerateRequest:
@@ -116,6 +123,7 @@ INVALID = [
     (with_sampling(top_k=-5), "sampling.top_k", "is -5, must be in [-1, ∞)"),
     (with_sampling(min_p=2), "sampling.min_p", "2.0"),
     (with_sampling(n=10**9), "sampling.n", "1000000000"),
+    (with_sampling(n=9), "sampling.n", "is 9, must be in [0, 8]; a step has at most 8 sequences"),
     (with_sampling(presence_penalty=3), "sampling.presence_penalty", "3.0"),
     (with_sampling(frequency_penalty=-3), "sampling.frequency_penalty", "-3.0"),
     (with_sampling(repetition_penalty=0), "sampling.repetition_penalty", "must be in (0, ∞)"),
@@ -150,10 +158,28 @@ INVALID = [
     (with_output(min_interval_s=-1), "output.min_interval_s", "-1"),
     (with_output(min_interval_s=NAN), "output.min_interval_s", "nan"),
     (with_output(min_interval_s=61), "output.min_interval_s", "must be in [0, 60]"),
-    (asking(beam=BeamSearch(width=1)), "beam.width", "is 1, must be in [2, 128]"),
-    (asking(beam=BeamSearch(width=10**6)), "beam.width", "1000000"),
-    (asking(beam=BeamSearch(width=2, num_returned=3)), "beam.num_returned", "is 3"),
-    (asking(beam=BeamSearch(width=2, length_penalty=NAN)), "beam.length_penalty", "(-∞, ∞)"),
+    (with_beams(width=1), "beam.width", "is 1, must be in [2, 8]"),
+    (with_beams(width=9), "beam.width", "is 9, must be in [2, 8]; a step has at most 8"),
+    (with_beams(width=10**6), "beam.width", "1000000"),
+    (with_beams(num_returned=1), "beam.width", "is 0, must be in [2, 8]"),
+    (with_beams(width=2, num_returned=3), "beam.num_returned", "is 3, must be in [0, 2]"),
+    (with_beams(width=2, length_penalty=NAN), "beam.length_penalty", "(-∞, ∞)"),
+    (with_beams(width=2, early_stopping=4), "beam.early_stopping", "is 4, must be in [0, 3]"),
+    *(
+        (asking(beam=BeamSearch(width=2), sampling=sampling), field, "no meaning in beam search")
+        for sampling, field in (
+            (Sampling(n=2), "sampling.n"),
+            (Sampling(temperature=0.5), "sampling.temperature"),
+            (Sampling(top_k=1), "sampling.top_k"),
+            (Sampling(top_p=0.9), "sampling.top_p"),
+            (Sampling(min_p=0.1), "sampling.min_p"),
+        )
+    ),
+    (
+        asking(beam=BeamSearch(width=2), stopping=Stopping(stop=["x"])),
+        "stopping.stop",
+        "no meaning in beam search",
+    ),
 ]
 
 
@@ -170,10 +196,8 @@ async def test_a_bad_value_is_refused_with_its_field_and_bound(
 
 NOT_SERVED = [
     (asking(adapter="lora"), "adapter"),
-    (asking(beam=BeamSearch(width=2)), "beam"),
     (asking(guide=Guide(regex="a+")), "guide"),
     (GenerateRequest(token_ids=PROMPT, embeddings=[EmbeddingSpan(content_id="x")]), "embeddings"),
-    (with_sampling(n=2), "sampling.n"),
     (with_sampling(presence_penalty=1), "sampling.presence_penalty"),
     (with_sampling(frequency_penalty=-1), "sampling.frequency_penalty"),
     (with_sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),
@@ -208,6 +232,36 @@ async def test_neutral_values_of_later_fields_are_served() -> None:
 async def test_the_tenant_is_taken_as_it_is() -> None:
     assert (await read(asking())).tenant == ""
     assert (await read(asking(tenant="Ä, Ltd. = 1"))).tenant == "Ä, Ltd. = 1"
+
+
+@pytest.mark.parametrize(("n", "count"), [(None, 1), (0, 1), (1, 1), (8, 8)])
+async def test_a_request_says_how_many_sequences_it_wants(n: int | None, count: int) -> None:
+    submission = await read(asking() if n is None else with_sampling(n=n))
+    assert (submission.num_sequences, submission.num_outputs) == (count, count)
+    assert submission.beam is None
+
+
+async def test_a_beam_search_is_taken_over_with_its_defaults() -> None:
+    plain = await read(with_beams(width=3))
+    assert plain.beam == BeamOptions(
+        3, length_penalty=1.0, early_stopping=EarlyStopping.NO, num_returned=1
+    )
+    assert (plain.num_sequences, plain.num_outputs) == (1, 1)
+    full = await read(
+        with_beams(
+            width=8, length_penalty=-0.5, early_stopping=EARLY_STOPPING_NEVER, num_returned=8
+        )
+    )
+    assert full.beam == BeamOptions(8, -0.5, EarlyStopping.NEVER, 8)
+    assert full.num_outputs == 8
+
+
+async def test_beams_do_not_draw_whatever_the_model_recommends() -> None:
+    front = front_end(facts(sampling=SamplingDefaults(temperature=0.6, top_k=50)))
+    neutral = Sampling(temperature=1, top_k=0, top_p=1, min_p=0, seed=5)
+    for sampling in (neutral, Sampling(temperature=0, seed=5)):
+        submission = await read(asking(beam=BeamSearch(width=2), sampling=sampling), front)
+        assert submission.sampling == CoreSampling(temperature=0.0, seed=5)
 
 
 async def test_only_served_names_are_models() -> None:

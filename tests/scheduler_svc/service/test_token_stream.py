@@ -14,8 +14,8 @@ async def test_a_reader_gets_in_one_batch_what_piled_up() -> None:
     async with running(Bench()) as bench, bench.door.open(submission("r", [1], 9)) as stream:
         await until(lambda: not bench.scheduler.has_work)
         batches = [batch async for batch in stream]
-    assert [len(batch.token_ids) for batch in batches] == [9]
-    assert batches[0].finish is not None
+    assert [len(gain.token_ids) for batch in batches for gain in batch.gains] == [9]
+    assert batches[0].account is not None
 
 
 async def test_a_slow_reader_loses_its_request_and_no_other(
@@ -39,20 +39,20 @@ async def test_a_stop_string_cuts_the_output() -> None:
                 await until(lambda: bool(bench.group.plans))
                 bench.group.answer()
             await until(lambda: len(bench.records) == 4)
-            stream.finish(2)
+            stream.finish(0, 2)
             assert bench.holds_nothing()
-            tokens, finish = await read(stream)
-    assert (tokens, finish.reason, finish.account.num_output_tokens) == ([], FinishReason.STOP, 2)
-    assert stream.account() == finish.account
+            tokens, finish, account = await read(stream)
+    assert (tokens, finish.reason, account.num_output_tokens) == ([], FinishReason.STOP, 2)
+    assert stream.account() == account
 
 
 async def test_a_stop_string_wins_over_an_end_that_nobody_has_read() -> None:
     async with running(Bench()) as bench, bench.door.open(submission("r", [1], 4)) as stream:
         await until(lambda: not bench.scheduler.has_work)
-        stream.finish(3)
-        _, finish = await read(stream)
-        assert (finish.reason, finish.account.num_output_tokens) == (FinishReason.STOP, 3)
-        stream.finish(1)
+        stream.finish(0, 3)
+        _, finish, account = await read(stream)
+        assert (finish.reason, account.num_output_tokens) == (FinishReason.STOP, 3)
+        stream.finish(0, 1)
         assert stream.account().num_output_tokens == 3
 
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
-from front_end_loopback import Loopback, front_end, loopback
+from front_end_loopback import EOS, Loopback, front_end, loopback
 from otlp_receiver import Receiver, attributes, otlp_receiver
 from pagemill.v1.generation_pb2 import Sampling, Stopping
 from pagemill.v1.inference_pb2 import GenerateRequest
@@ -147,6 +147,18 @@ async def test_a_preempted_request_shows_when_it_did_not_run(
     assert_parts_fill(span, parts)
     (event,) = span.events
     assert (event.name, event.time_unix_nano) == ("preempted", parts[3].start_time_unix_nano)
+
+
+async def test_a_span_has_the_end_of_each_sequence_and_the_tokens_of_all(
+    receiver: Receiver, traces: Tracing, served: Loopback
+) -> None:
+    served.door.more_scripts = (lambda _submission: (*b"xy", EOS),)
+    request = GenerateRequest(text="ab", sampling=Sampling(n=2), stopping=FIVE.stopping)
+    await generate(served, request)
+    said = attributes(list((await span_of(receiver, traces)).attributes))
+    assert said["gen_ai.request.choice.count"] == 2
+    assert said["gen_ai.response.finish_reasons"] == ["length", "stop"]
+    assert said["gen_ai.usage.output_tokens"] == 5 + 3
 
 
 @pytest.mark.parametrize(

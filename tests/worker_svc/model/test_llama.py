@@ -18,7 +18,10 @@ from transformers import (
 
 import transformers_oracle as oracle
 from tiny_llama import VOCAB, write_tiny_llama
-from worker_svc.model.llama import Llama, rms_norm
+from worker_svc.model.llama import Llama
+from worker_svc.model.native_operations import NativeOperations
+from worker_svc.model.operations import Operations
+from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import load_model
 from worker_svc.runtime.kv_cache import KVCache
 
@@ -68,8 +71,14 @@ def all_logits(model: Llama, tokens: Sequence[int], chunk: int | None = None) ->
     return torch.cat(out)
 
 
-def load(path: Path, dtype: torch.dtype = torch.float32) -> Llama:
-    return load_model(path, dtype, CPU).model
+@pytest.fixture(params=[TorchOperations, NativeOperations])
+def operations(request: pytest.FixtureRequest) -> Operations:
+    made: Operations = request.param()
+    return made
+
+
+def load(path: Path, operations: Operations, dtype: torch.dtype = torch.float32) -> Llama:
+    return load_model(path, dtype, CPU, operations).model
 
 
 def variants() -> dict[str, PreTrainedModel]:
@@ -91,7 +100,9 @@ def variants() -> dict[str, PreTrainedModel]:
 
 
 @pytest.mark.parametrize("name", variants())
-def test_every_variant_agrees_with_transformers(name: str, tmp_path: Path) -> None:
+def test_every_variant_agrees_with_transformers(
+    name: str, operations: Operations, tmp_path: Path
+) -> None:
     theirs = variants()[name]
     # Random initialisation leaves biases 0 and norms 1; neither would be missed.
     for parameter in theirs.parameters():
@@ -99,13 +110,17 @@ def test_every_variant_agrees_with_transformers(name: str, tmp_path: Path) -> No
             torch.nn.init.normal_(parameter, mean=1.0, std=0.3)
     theirs.save_pretrained(tmp_path)
     expected = oracle.logits(theirs, PROMPT)
-    torch.testing.assert_close(all_logits(load(tmp_path), PROMPT), expected, atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        all_logits(load(tmp_path, operations), PROMPT), expected, atol=2e-4, rtol=1e-4
+    )
 
 
-def test_the_tiny_llama_agrees_with_transformers_in_any_chunks(tmp_path: Path) -> None:
+def test_the_tiny_llama_agrees_with_transformers_in_any_chunks(
+    operations: Operations, tmp_path: Path
+) -> None:
     write_tiny_llama(tmp_path)
     expected = oracle.logits(oracle.load_directory(tmp_path), PROMPT)
-    model = load(tmp_path)
+    model = load(tmp_path, operations)
     for chunk in (100, 7, 1):
         found = all_logits(model, PROMPT, chunk)
         torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
@@ -114,11 +129,11 @@ def test_the_tiny_llama_agrees_with_transformers_in_any_chunks(tmp_path: Path) -
 
 @pytest.mark.parametrize(("dtype", "unit"), [(torch.bfloat16, 2.0**-8), (torch.float16, 2.0**-11)])
 def test_half_precision_is_as_near_to_float32_as_transformers_is(
-    dtype: torch.dtype, unit: float, tmp_path: Path
+    dtype: torch.dtype, unit: float, operations: Operations, tmp_path: Path
 ) -> None:
     write_tiny_llama(tmp_path)
-    exact = all_logits(load(tmp_path), PROMPT)
-    ours = all_logits(load(tmp_path, dtype), PROMPT)
+    exact = all_logits(load(tmp_path, operations), PROMPT)
+    ours = all_logits(load(tmp_path, operations, dtype), PROMPT)
     theirs = oracle.logits(oracle.load_directory(tmp_path, dtype), PROMPT).float()
     assert ours.dtype == torch.float32
     scale = exact.square().mean().sqrt()
@@ -128,14 +143,14 @@ def test_half_precision_is_as_near_to_float32_as_transformers_is(
 
 
 @pytest.mark.parametrize(("dtype", "bits"), [(torch.bfloat16, 8), (torch.float16, 11)])
-def test_norms_are_rounded_once(dtype: torch.dtype, bits: int) -> None:
+def test_norms_are_rounded_once(dtype: torch.dtype, bits: int, operations: Operations) -> None:
     hidden, weight = torch.randn(50, 64).to(dtype), torch.randn(64).to(dtype)
     exact = hidden.double() / hidden.double().square().mean(-1, keepdim=True).sqrt()
     exact *= weight.double()
-    found = rms_norm(hidden, weight, 1e-12)
+    found = operations.rms_norm(hidden, weight, 1e-12)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), exact, rtol=1.001 * 2.0**-bits, atol=2.0**-25)
 
 
-def test_the_model_remembers_no_gradients(tmp_path: Path) -> None:
-    assert load(write_tiny_llama(tmp_path)).logits(torch.zeros(1, 64)).is_inference()
+def test_the_model_remembers_no_gradients(operations: Operations, tmp_path: Path) -> None:
+    assert load(write_tiny_llama(tmp_path), operations).logits(torch.zeros(1, 64)).is_inference()

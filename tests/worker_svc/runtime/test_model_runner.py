@@ -15,6 +15,9 @@ import transformers_oracle as oracle
 from plan_driver import PlanDriver, Sequence, int32, make_plan
 from tiny_llama import VOCAB, write_tiny_llama
 from worker_svc.errors import InvariantError
+from worker_svc.model.native_operations import NativeOperations
+from worker_svc.model.operations import Operations
+from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
@@ -29,9 +32,15 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"))
 
 
+@pytest.fixture(scope="module", params=[TorchOperations, NativeOperations])
+def operations(request: pytest.FixtureRequest) -> Operations:
+    made: Operations = request.param()
+    return made
+
+
 @pytest.fixture(scope="module")
-def loaded(directory: Path) -> LoadedModel:
-    return load_model(directory, torch.float32, CPU)
+def loaded(directory: Path, operations: Operations) -> LoadedModel:
+    return load_model(directory, torch.float32, CPU, operations)
 
 
 @pytest.fixture(scope="module")
@@ -100,8 +109,10 @@ def test_any_schedule_gives_the_tokens_of_transformers(
         assert sequence.output == oracle.greedy(theirs, sequence.prompt, 6)
 
 
-def test_the_demo_model_gives_the_tokens_of_transformers(demo_gguf: Path) -> None:
-    model = load_model(demo_gguf, torch.float32, CPU)
+def test_the_demo_model_gives_the_tokens_of_transformers(
+    demo_gguf: Path, operations: Operations
+) -> None:
+    model = load_model(demo_gguf, torch.float32, CPU, operations)
     runner, _ = make_runner(
         model, RunnerLimits(block_size=16, max_num_seqs=4, num_gpu_blocks_override=64)
     )
@@ -243,10 +254,9 @@ def test_plans_may_be_read_only(new_runner: Callable[[], ModelRunner]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_runs(directory: Path, dtype: torch.dtype) -> None:
-    runner, _ = make_runner(
-        load_model(directory, dtype, CPU), RunnerLimits(num_gpu_blocks_override=9)
-    )
+def test_half_precision_runs(directory: Path, dtype: torch.dtype, operations: Operations) -> None:
+    loaded = load_model(directory, dtype, CPU, operations)
+    runner, _ = make_runner(loaded, RunnerLimits(num_gpu_blocks_override=9))
     assert len(PlanDriver(runner).generate(Sequence([1, 2, 3]), 4)) == 4
 
 

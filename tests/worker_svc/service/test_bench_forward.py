@@ -2,6 +2,7 @@
 
 import io
 import json
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from worker_svc.errors import ConfigError
 from worker_svc.runtime.step_plan import StepPlan
 from worker_svc.service.bench_forward import BenchRun, bench_forward, plan_run
 from worker_svc.service.local_model import LocalModel, LocalSettings
+from worker_svc.service.logs import make_logger
 
 runs = st.builds(
     BenchRun,
@@ -85,7 +87,7 @@ def test_no_two_rows_share_a_block_and_none_has_the_null_block(run: BenchRun) ->
 @pytest.fixture(scope="module")
 def host(tmp_path_factory: pytest.TempPathFactory) -> LocalModel:
     path = write_tiny_llama(tmp_path_factory.mktemp("model") / "tiny")
-    return LocalModel(_settings(path))
+    return LocalModel(_settings(path), make_logger(sys.stderr, "text", "info"))
 
 
 def _settings(path: Path) -> LocalSettings:
@@ -94,6 +96,7 @@ def _settings(path: Path) -> LocalSettings:
         device="cpu",
         dtype="float32",
         kv_cache_dtype="auto",
+        attention_backend="auto",
         kv_cache_memory_bytes=1 << 24,
         gpu_memory_utilization=0.92,
         num_gpu_blocks_override=None,

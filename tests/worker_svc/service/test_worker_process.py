@@ -21,6 +21,7 @@ from tiny_llama import write_tiny_llama
 from worker_svc.service import wire
 from worker_svc.service.exit_status import ExitStatus
 from worker_svc.service.local_model import LocalModel, LocalSettings
+from worker_svc.service.logs import make_logger
 from worker_svc.service.model_host import CacheLimits
 
 LIMITS = CacheLimits(
@@ -158,11 +159,12 @@ def greedy_alone(path: Path, tokens: list[int], count: int) -> list[int]:
         device="cpu",
         dtype="float32",
         kv_cache_dtype="auto",
+        attention_backend="auto",
         kv_cache_memory_bytes=None,
         gpu_memory_utilization=0.92,
         num_gpu_blocks_override=None,
     )
-    host = LocalModel(settings)
+    host = LocalModel(settings, make_logger(sys.stderr, "text", "info"))
     host.load()
     runner, _ = host.make_runner(LIMITS)
     known = list(tokens)

@@ -1,0 +1,234 @@
+// One new token attends. Memory is the bound: a token's keys and values are read once for all query
+// heads that share them, and asked for one tile before they are needed.
+#pragma once
+
+#include "attention.h"
+
+constexpr int64_t TILE = 32;  // tokens
+
+// Where one tile's tokens lie, and those of the next one, to ask for them. Places without a token
+// lead to one that is there.
+struct TileRows {
+    int64_t here[TILE], next[TILE + 16];
+    int64_t count = 0, count_next = 0;
+};
+
+// --- fp32 arithmetic, for every type of keys and values ---
+
+struct DotFp32 {
+    typedef float Query;
+
+    static int64_t width(int64_t D) { return round_up(D, W); }
+
+    // products[h * TILE + t] = q[h] . k[t]
+    template <class T>
+    static void scores(const float* q, int64_t heads, const T* k, const TileRows& rows,
+                       int64_t offset, int64_t D, float* products, float*) {
+        for (int64_t h = 0; h < heads;) {
+            const float* query = q + h * width(D);
+            float* out = products + h * TILE;
+            int64_t step = heads - h >= 4 ? 4 : heads - h;
+            if (step == 4) dot<4>(query, k + offset, rows, D, out, h == 0);
+            if (step == 3) dot<3>(query, k + offset, rows, D, out, h == 0);
+            if (step == 2) dot<2>(query, k + offset, rows, D, out, h == 0);
+            if (step == 1) dot<1>(query, k + offset, rows, D, out, h == 0);
+            h += step;
+        }
+    }
+
+    // Products of HEADS queries with each key. With `ahead`, the next tile's are asked for.
+    template <int HEADS, class T>
+    static void dot(const float* query, const T* k, const TileRows& rows, int64_t D,
+                    float* products, bool ahead) {
+        int64_t padded = width(D), whole = D / W * W;
+        for (int64_t t = 0; t < rows.count; ++t) {
+            const T *key = k + rows.here[t], *next = k + rows.next[t];
+            vec acc[HEADS] = {};
+            for (int64_t d = 0; d < whole; d += W) {
+                if (ahead) prefetch(next + d);
+                vec x = load(key + d);
+#pragma GCC unroll 4
+                for (int i = 0; i < HEADS; ++i) acc[i] += load(query + i * padded + d) * x;
+            }
+            if (whole < D) {
+                vec x = load_some(key + whole, D - whole);
+                for (int i = 0; i < HEADS; ++i) acc[i] += load(query + i * padded + whole) * x;
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < HEADS; ++i) products[i * TILE + t] = sum(acc[i]);
+        }
+    }
+
+    // acc[h] = acc[h] * shrink[h] + sum of weights[h * TILE + t] * v[t]
+    template <class T>
+    static void accumulate(const float* weights, const float* shrink, int64_t heads, const T* v,
+                           const TileRows& rows, int64_t offset, int64_t D, float* acc, float*) {
+        for (int64_t h = 0; h < heads;) {
+            const float* w = weights + h * TILE;
+            int64_t step = heads - h >= 4 ? 4 : heads - h;
+            for (int64_t d = 0; d < D;) {
+                const T* values = v + offset + d;
+                Block<T> block{w, shrink + h, values, rows, acc + h * width(D) + d, width(D),
+                               D - d, h == 0};
+                switch (step) {
+                    case 4: d += block.template run<4>(); break;
+                    case 3: d += block.template run<3>(); break;
+                    case 2: d += block.template run<2>(); break;
+                    default: d += block.template run<1>();
+                }
+            }
+            h += step;
+        }
+    }
+
+    // Some dimensions of some heads.
+    template <class T>
+    struct Block {
+        const float *weights, *shrink;
+        const T* values;
+        const TileRows& rows;
+        float* acc;
+        int64_t padded, left;
+        bool ahead;
+
+        // Returns how many dimensions were done: as many as there are registers for, if so many
+        // are left.
+        template <int HEADS>
+        int64_t run() const {
+            constexpr int VECS = W == 16 ? 4 : 2;
+            if (left >= VECS * W) {
+                run<HEADS, VECS>();
+                return VECS * W;
+            }
+            run<HEADS, 1>();
+            return W;
+        }
+
+        template <int HEADS, int VECS>
+        void run() const {
+            vec sums[HEADS][VECS];
+#pragma GCC unroll 4
+            for (int i = 0; i < HEADS; ++i) {
+#pragma GCC unroll 4
+                for (int j = 0; j < VECS; ++j) {
+                    sums[i][j] = load(acc + i * padded + j * W) * splat(shrink[i]);
+                }
+            }
+            for (int64_t t = 0; t < rows.count; ++t) {
+                const T *value = values + rows.here[t], *next = values + rows.next[t];
+#pragma GCC unroll 4
+                for (int j = 0; j < VECS; ++j) {
+                    if (ahead) prefetch(next + j * W);
+                    vec x = VECS > 1 ? load(value + j * W) : load_some(value, left);
+#pragma GCC unroll 4
+                    for (int i = 0; i < HEADS; ++i) sums[i][j] += splat(weights[i * TILE + t]) * x;
+                }
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < HEADS; ++i) {
+#pragma GCC unroll 4
+                for (int j = 0; j < VECS; ++j) store(acc + i * padded + j * W, sums[i][j]);
+            }
+        }
+    };
+};
+
+#ifdef BF16_DOT
+#include "decode_bf16.h"
+#endif
+
+// --- one item: a request, or a part of one ---
+
+// What a part leaves behind for the merge; without parts, what is divided and written at once.
+struct Partial {
+    Row* rows;   // [H]
+    float* acc;  // [H, width]
+};
+
+// Floats of scratch that `decode` needs.
+template <class Dot>
+static int64_t decode_scratch(const Attention& a) {
+    int64_t width = Dot::width(a.D), group = a.H / a.G;
+    return a.H * width + 2 * group * (TILE + 1) + 64 + TILE * width;
+}
+
+static inline void find_rows(const Slots& slots, int64_t from, int64_t end, int64_t* rows,
+                             int64_t& count) {
+    count = end - from < TILE ? end - from : TILE;
+    if (count <= 0) {
+        count = 0;
+        return;
+    }
+    for (int64_t i = 0; i < count; ++i) rows[i] = slots[from + i];
+    for (int64_t i = count; i < TILE; ++i) rows[i] = rows[0];
+}
+
+// Attends to the tokens [start, end) of a request with the query of token `token`.
+template <class Dot, class A, class T>
+static void decode(const Attention& a, int64_t request, int64_t token, int64_t start, int64_t end,
+                   const Partial& partial, float* scratch) {
+    int64_t D = a.D, group = a.H / a.G, width = Dot::width(D);
+    const A* q = (const A*)a.q + token * a.q_stride;
+    const T *k = (const T*)a.k_cache, *v = (const T*)a.v_cache;
+    typename Dot::Query* queries = (typename Dot::Query*)scratch;
+    float *products = scratch + a.H * width, *shrink = products + group * TILE;
+    float* staging = scratch + round_up(a.H * width + group * (TILE + 1), 16);
+    for (int64_t h = 0; h < a.H; ++h) {
+        partial.rows[h] = Row{};
+        for (int64_t d = 0; d < width; d += W) {
+            vec x = d < D ? load_some(q + h * D + d, D - d) : vec{};
+            store(queries + h * width + d, x);
+            store(partial.acc + h * width + d, vec{});
+        }
+    }
+    TileRows rows;
+    Slots slots = slots_of(a, request);
+    find_rows(slots, start, end, rows.next, rows.count_next);
+    for (int64_t first = start; first < end; first += TILE) {
+        rows.count = rows.count_next;
+        memcpy(rows.here, rows.next, sizeof(rows.here));
+        find_rows(slots, first + TILE, end, rows.next, rows.count_next);
+        for (int64_t g = 0; g < a.G; ++g) {
+            Scores to_scores(a, g);
+            Dot::scores(queries + g * group * width, group, k, rows, g * D, D, products, staging);
+            for (int64_t h = 0; h < group; ++h) {
+                float* row = products + h * TILE;
+                int64_t padded = round_up(rows.count, W);
+                for (int64_t t = rows.count; t < padded; ++t) row[t] = 0;
+                for (int64_t t = 0; t < padded; t += W) store(row + t, to_scores(load(row + t)));
+                for (int64_t t = rows.count; t < padded; ++t) row[t] = INFINITY_BELOW;
+                shrink[h] = to_weights(partial.rows[g * group + h], row, padded);
+            }
+            Dot::accumulate(products, shrink, group, v, rows, g * D, D,
+                            partial.acc + g * group * width, staging);
+        }
+    }
+}
+
+// Joins the parts of one request, which lie one behind the other.
+template <class Dot, class A>
+static void merge(const Attention& a, int64_t token, const Partial& parts, int64_t num_parts) {
+    int64_t D = a.D, width = Dot::width(D);
+    A* out = (A*)a.out + token * a.H * D;
+    for (int64_t h = 0; h < a.H; ++h) {
+        Row whole;
+        for (int64_t p = 0; p < num_parts; ++p) {
+            float best = parts.rows[p * a.H + h].best;
+            if (best > whole.best) whole.best = best;
+        }
+        float* acc = parts.acc + h * width;
+        for (int64_t p = 0; p < num_parts; ++p) {
+            const Row& row = parts.rows[p * a.H + h];
+            if (row.total == 0) continue;
+            float share = exp2(splat(row.origin() - whole.origin()))[0];
+            const float* part = parts.acc + (p * a.H + h) * width;
+            vec factor = splat(share);
+            for (int64_t d = 0; d < width; d += W) {
+                vec sums = load(part + d) * factor;
+                store(acc + d, p ? load(acc + d) + sums : sums);
+            }
+            whole.total += row.total * share;
+        }
+        finish(whole, acc, v_scale_of(a, h / (a.H / a.G)), out + h * D, D);
+    }
+}

@@ -1,0 +1,285 @@
+// Decoding in pairs of bf16: one instruction multiplies 32 of them and sums in fp32.
+#pragma once
+
+// Weights are rounded to bf16, as a tensor core would have them.
+struct DotBf16 {
+    typedef Bf16 Query;
+
+    static int64_t width(int64_t D) { return round_up(D, 32); }
+
+    static __m512bh pairs(const Bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
+
+    static __m512bh some_pairs(const Bf16* p, __mmask32 mask) {
+        return (__m512bh)_mm512_maskz_loadu_epi16(mask, p);
+    }
+
+    static __mmask32 first_of(int64_t count) {
+        return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1;
+    }
+
+    // Sums each of 16 vectors into one element of the result.
+    static __m512 sums(const __m512* v) {
+        __m512 a[8], b[4], c[2];
+        for (int i = 0; i < 8; ++i) {
+            a[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) +
+                   _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
+        }
+        for (int i = 0; i < 4; ++i) {
+            __m512d x = (__m512d)a[2 * i], y = (__m512d)a[2 * i + 1];
+            b[i] = (__m512)_mm512_unpacklo_pd(x, y) + (__m512)_mm512_unpackhi_pd(x, y);
+        }
+        for (int i = 0; i < 2; ++i) {
+            c[i] = _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88) +
+                   _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd);
+        }
+        return _mm512_shuffle_f32x4(c[0], c[1], 0x88) + _mm512_shuffle_f32x4(c[0], c[1], 0xdd);
+    }
+
+    // 32 numbers of 8 bits. Normal ones only need another bias; the few others are looked up, as
+    // products of bf16 take subnormal numbers for zero.
+    static __m512i to_bf16(__m256i bytes, const E4m3*) {
+        alignas(64) static const uint16_t subnormals[32] = {
+            0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
+        return to_bf16(bytes, 4, 120, 8, subnormals, 0x7f, 0x7fc0);
+    }
+
+    static __m512i to_bf16(__m256i bytes, const E5m2*) {
+        alignas(64) static const uint16_t subnormals[32] = {0, 0x3780, 0x3800, 0x3840};
+        return to_bf16(bytes, 5, 112, 4, subnormals, 0x7c, 0x7f80);
+    }
+
+    static __m512i to_bf16(__m256i bytes, int shift, int bias, int num_subnormals,
+                           const uint16_t* subnormals, int first_special, int special) {
+        __m512i wide = _mm512_cvtepu8_epi16(bytes);
+        __m512i size = _mm512_and_si512(wide, _mm512_set1_epi16(0x7f));
+        __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), wide), 8);
+        __m512i moved = _mm512_slli_epi16(size, shift);
+        __m512i normal = _mm512_add_epi16(moved, _mm512_set1_epi16(bias << 7));
+        __m512i small = _mm512_permutexvar_epi16(size, _mm512_load_si512(subnormals));
+        __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(num_subnormals));
+        __mmask32 is_special = _mm512_cmpge_epu16_mask(size, _mm512_set1_epi16(first_special));
+        __m512i found = _mm512_mask_mov_epi16(normal, is_small, small);
+        __m512i infinite = _mm512_or_si512(moved, _mm512_set1_epi16(special));
+        return _mm512_or_si512(sign, _mm512_mask_mov_epi16(found, is_special, infinite));
+    }
+
+    // Returns rows of bf16: those of the cache, or converted ones in `staging`.
+    static const Bf16* rows_of(const Bf16* cache, const TileRows& rows, int64_t offset, int64_t,
+                               float*, int64_t* starts) {
+        for (int64_t t = 0; t < rows.count; ++t) starts[t] = rows.here[t] + offset;
+        return cache;
+    }
+
+    template <class T>
+    static const Bf16* rows_of(const T* cache, const TileRows& rows, int64_t offset, int64_t D,
+                               float* staging, int64_t* starts) {
+        Bf16* converted = (Bf16*)staging;
+        int64_t padded = width(D);
+        for (int64_t t = 0; t < rows.count; ++t) {
+            starts[t] = t * padded;
+            const T *row = cache + rows.here[t] + offset, *next = cache + rows.next[t] + offset;
+            for (int64_t d = 0; d < D; d += 32) {
+                if (d % 64 == 0) prefetch(next + d);
+                __m256i bytes = _mm256_maskz_loadu_epi8(first_of(D - d), row + d);
+                _mm512_storeu_si512(converted + starts[t] + d, to_bf16(bytes, row));
+            }
+        }
+        return converted;
+    }
+
+    template <class T>
+    static void scores(const Bf16* q, int64_t heads, const T* k, const TileRows& rows,
+                       int64_t offset, int64_t D, float* products, float* staging) {
+        int64_t starts[TILE + 16];
+        const Bf16* keys = rows_of(k, rows, offset, D, staging, starts);
+        // Behind the last token its key stands again.
+        for (int64_t t = rows.count; t < TILE + 16; ++t) starts[t] = starts[rows.count - 1];
+        for (int64_t h = 0; h < heads;) {
+            const Bf16* query = q + h * width(D);
+            float* out = products + h * TILE;
+            int64_t step = heads - h >= 4 ? 4 : heads - h >= 2 ? 2 : 1;
+            Ahead ahead = Ahead::of(k, rows, offset, h == 0);
+            if (step == 4) dot<4>(query, keys, starts, rows.count, D, out, ahead);
+            if (step == 2) dot<2>(query, keys, starts, rows.count, D, out, ahead);
+            if (step == 1) dot<1>(query, keys, starts, rows.count, D, out, ahead);
+            h += step;
+        }
+    }
+
+    // What is asked for while the first heads are worked on: the same rows of the next tile.
+    // Converted rows were asked for when they were converted.
+    struct Ahead {
+        const Bf16* cache;  // null: nothing
+        const int64_t* next;
+
+        static Ahead of(const Bf16* cache, const TileRows& rows, int64_t offset, bool first) {
+            return {first ? cache + offset : nullptr, rows.next};
+        }
+
+        template <class T>
+        static Ahead of(const T*, const TileRows&, int64_t, bool) {
+            return {nullptr, nullptr};
+        }
+    };
+
+    // Products of HEADS queries and 16 / HEADS keys at a time, in 16 registers.
+    template <int HEADS>
+    static void dot(const Bf16* query, const Bf16* keys, const int64_t* starts, int64_t count,
+                    int64_t D, float* products, const Ahead& ahead) {
+        constexpr int TOKENS = 16 / HEADS;
+        int64_t padded = width(D), whole = D & ~31;
+        __mmask32 mask = first_of(D - whole);
+        for (int64_t t = 0; t < count; t += TOKENS) {
+            const Bf16* key[TOKENS];
+            for (int i = 0; i < TOKENS; ++i) key[i] = keys + starts[t + i];
+            __m512 acc[16];
+#pragma GCC unroll 16
+            for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+            for (int64_t d = 0; d < whole; d += 32) {
+                if (ahead.cache) {
+                    const int64_t* next = ahead.next + t;
+#pragma GCC unroll 16
+                    for (int i = 0; i < TOKENS; ++i) prefetch(ahead.cache + next[i] + d);
+                }
+                __m512bh x[HEADS];
+#pragma GCC unroll 4
+                for (int h = 0; h < HEADS; ++h) x[h] = pairs(query + h * padded + d);
+#pragma GCC unroll 16
+                for (int i = 0; i < TOKENS; ++i) {
+                    __m512bh y = pairs(key[i] + d);
+#pragma GCC unroll 4
+                    for (int h = 0; h < HEADS; ++h) {
+                        acc[h * TOKENS + i] = _mm512_dpbf16_ps(acc[h * TOKENS + i], x[h], y);
+                    }
+                }
+            }
+            if (mask) {
+#pragma GCC unroll 16
+                for (int i = 0; i < TOKENS; ++i) {
+                    __m512bh y = some_pairs(key[i] + whole, mask);
+#pragma GCC unroll 4
+                    for (int h = 0; h < HEADS; ++h) {
+                        __m512bh x = pairs(query + h * padded + whole);
+                        acc[h * TOKENS + i] = _mm512_dpbf16_ps(acc[h * TOKENS + i], x, y);
+                    }
+                }
+            }
+            float found[16];
+            _mm512_storeu_ps(found, sums(acc));
+            for (int h = 0; h < HEADS; ++h) {
+                memcpy(products + h * TILE + t, found + h * TOKENS, TOKENS * sizeof(float));
+            }
+        }
+    }
+
+    template <class T>
+    static void accumulate(const float* weights, const float* shrink, int64_t heads, const T* v,
+                           const TileRows& rows, int64_t offset, int64_t D, float* acc,
+                           float* staging) {
+        int64_t starts[TILE];
+        const Bf16* values = rows_of(v, rows, offset, D, staging, starts);
+        Bf16* rounded = (Bf16*)(staging + TILE * width(D) / 2);
+        for (int64_t h = 0; h < heads; ++h) {
+            for (int64_t t = 0; t < rows.count; t += W) {
+                store(rounded + h * TILE + t, load(weights + h * TILE + t));
+            }
+        }
+        for (int64_t h = 0; h < heads;) {
+            int64_t step = heads - h >= 4 ? 4 : heads - h;
+            for (int64_t d = 0; d < D; d += 64) {
+                Block block{rounded + h * TILE, shrink + h, values + d, starts, rows.count,
+                            acc + h * width(D) + d, width(D), D - d,
+                            Ahead::of(v, rows, offset + d, h == 0)};
+                if (step == 4) block.run<4>();
+                if (step == 3) block.run<3>();
+                if (step == 2) block.run<2>();
+                if (step == 1) block.run<1>();
+            }
+            h += step;
+        }
+    }
+
+    // At most 64 dimensions of some heads, the tokens two at a time. Behind the last token stands
+    // a weight of 0.
+    struct Block {
+        const Bf16* weights;
+        const float* shrink;
+        const Bf16* values;
+        const int64_t* starts;
+        int64_t count;
+        float* acc;
+        int64_t padded, left;
+        Ahead ahead;
+
+        template <int HEADS>
+        void run() const {
+            if (left >= 64) return run<HEADS, 4, false>();
+            if (left > 32) return run<HEADS, 4, true>();
+            run<HEADS, 2, true>();
+        }
+
+        template <int HEADS, int VECS, bool MASKED>
+        void run() const {
+            const __m512i take_low = interleaving(0), take_high = interleaving(16);
+            const __mmask32 low = first_of(left), high = first_of(left - 32);
+            __m512 sums[HEADS][VECS];
+#pragma GCC unroll 4
+            for (int i = 0; i < HEADS; ++i) {
+#pragma GCC unroll 4
+                for (int j = 0; j < VECS; ++j) {
+                    sums[i][j] = _mm512_loadu_ps(acc + i * padded + j * 16) * shrink[i];
+                }
+            }
+            for (int64_t t = 0; t < count; t += 2) {
+                const Bf16 *a = values + starts[t], *b = values + starts[t + 1 < count ? t + 1 : t];
+                if (ahead.cache) {
+#pragma GCC unroll 2
+                    for (int j = 0; j < VECS / 2; ++j) {
+                        prefetch(ahead.cache + ahead.next[t] + 32 * j);
+                        prefetch(ahead.cache + ahead.next[t + 1] + 32 * j);
+                    }
+                }
+                __m512bh x[VECS];
+#pragma GCC unroll 2
+                for (int j = 0; j < VECS / 2; ++j) {
+                    __m512i first, second;
+                    if (MASKED) {
+                        first = (__m512i)some_pairs(a + 32 * j, j ? high : low);
+                        second = (__m512i)some_pairs(b + 32 * j, j ? high : low);
+                    } else {
+                        first = (__m512i)pairs(a + 32 * j);
+                        second = (__m512i)pairs(b + 32 * j);
+                    }
+                    x[2 * j] = (__m512bh)_mm512_permutex2var_epi16(first, take_low, second);
+                    x[2 * j + 1] = (__m512bh)_mm512_permutex2var_epi16(first, take_high, second);
+                }
+#pragma GCC unroll 4
+                for (int i = 0; i < HEADS; ++i) {
+                    int32_t both;
+                    memcpy(&both, weights + i * TILE + t, sizeof(both));
+                    // The last of an odd number of tokens stands in both places.
+                    __m512bh pair = (__m512bh)_mm512_set1_epi32(both);
+#pragma GCC unroll 4
+                    for (int j = 0; j < VECS; ++j) {
+                        sums[i][j] = _mm512_dpbf16_ps(sums[i][j], pair, x[j]);
+                    }
+                }
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < HEADS; ++i) {
+#pragma GCC unroll 4
+                for (int j = 0; j < VECS; ++j) {
+                    _mm512_storeu_ps(acc + i * padded + j * 16, sums[i][j]);
+                }
+            }
+        }
+    };
+
+    // Indices that take 16 elements of each source in turn, from `first` on.
+    static __m512i interleaving(int first) {
+        __m512i index = _mm512_set1_epi32(32 << 16);
+        __m512i count = _mm512_add_epi32(_mm512_set1_epi32(first), _mm512_setr_epi32(
+            0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+        return _mm512_add_epi32(index, _mm512_or_si512(count, _mm512_slli_epi32(count, 16)));
+    }
+};

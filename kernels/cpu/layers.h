@@ -1,0 +1,125 @@
+// What stands around attention: rotary embedding with the store, norms and the activation.
+#pragma once
+
+#include <cmath>
+
+#include "attention.h"
+
+// Mirrored field by field in kernels/cpu_layers.py. Strides count elements.
+struct Rotary {
+    void* q;                      // [T, H, D], rotated in place
+    void* k;                      // [T, G, D], rotated in place if nothing is stored
+    const void* v;                // [T, G, D]
+    const float* cos;             // [T, D / 2]
+    const float* sin;             // [T, D / 2]
+    void* k_cache;                // [N, S, G, D], or null: nothing is stored
+    void* v_cache;                // as k_cache
+    const int64_t* slot_mapping;  // [T]; -1: this token is not stored
+    const float* k_scale;         // [1] or [G], or null
+    const float* v_scale;         // as k_scale
+    int64_t q_stride, k_stride, v_stride, scale_stride;
+    int64_t T, H, G, D;
+    int64_t dtype, kv_dtype;
+    int64_t num_threads;
+};
+
+// Turns each pair of elements (i, i + D / 2) by its angle, and divides by `scale`.
+template <class A, class To>
+static inline void rotate(const A* from, const float* cos, const float* sin, int64_t D, float scale,
+                          To* to) {
+    int64_t half = D / 2;
+    vec divisor = splat(scale);
+    for (int64_t i = 0; i < half; i += W) {
+        int64_t left = half - i;
+        vec low = load_some(from + i, left), high = load_some(from + half + i, left);
+        vec c = load_some(cos + i, left), s = load_some(sin + i, left);
+        store_some(to + i, (low * c - high * s) / divisor, left);
+        store_some(to + half + i, (high * c + low * s) / divisor, left);
+    }
+}
+
+template <class A, class T>
+static void rotate_token(const Rotary& a, int64_t token) {
+    int64_t D = a.D;
+    const float *cos = a.cos + token * D / 2, *sin = a.sin + token * D / 2;
+    A* q = (A*)a.q + token * a.q_stride;
+    A* k = (A*)a.k + token * a.k_stride;
+    for (int64_t h = 0; h < a.H; ++h) rotate(q + h * D, cos, sin, D, 1, q + h * D);
+    if (!a.k_cache) {
+        for (int64_t g = 0; g < a.G; ++g) rotate(k + g * D, cos, sin, D, 1, k + g * D);
+        return;
+    }
+    int64_t slot = a.slot_mapping[token];
+    if (slot < 0) return;
+    const A* v = (const A*)a.v + token * a.v_stride;
+    T *key = (T*)a.k_cache + slot * a.G * D, *value = (T*)a.v_cache + slot * a.G * D;
+    for (int64_t g = 0; g < a.G; ++g) {
+        float k_scale = a.k_scale ? a.k_scale[g * a.scale_stride] : 1;
+        vec v_scale = splat(a.v_scale ? a.v_scale[g * a.scale_stride] : 1);
+        rotate(k + g * D, cos, sin, D, k_scale, key + g * D);
+        for (int64_t d = g * D; d < (g + 1) * D; d += W) {
+            int64_t left = (g + 1) * D - d;
+            store_some(value + d, load_some(v + d, left) / v_scale, left);
+        }
+    }
+}
+
+// Mirrored in kernels/cpu_layers.py.
+struct RmsNorm {
+    const void* x;       // [T, E], each token contiguous
+    const void* weight;  // [E]
+    void* residual;      // [T, E], or null: added to x, and overwritten with the sum
+    void* out;           // [T, E]
+    int64_t x_stride;
+    int64_t T, E;
+    int64_t dtype;
+    int64_t num_threads;
+    double eps;
+};
+
+template <class A>
+static void norm_token(const RmsNorm& a, int64_t token) {
+    const A *x = (const A*)a.x + token * a.x_stride, *weight = (const A*)a.weight;
+    A* out = (A*)a.out + token * a.E;
+    A* residual = a.residual ? (A*)a.residual + token * a.E : nullptr;
+    vec squares{};
+    for (int64_t i = 0; i < a.E; i += W) {
+        int64_t left = a.E - i;
+        vec y = load_some(x + i, left);
+        if (residual) {
+            // What is normalised is the sum as it is rounded.
+            store_some(residual + i, y + load_some(residual + i, left), left);
+            y = load_some(residual + i, left);
+        }
+        squares += y * y;
+    }
+    vec factor = splat(1 / std::sqrt(sum(squares) / (float)a.E + (float)a.eps));
+    const A* y = residual ? residual : x;
+    for (int64_t i = 0; i < a.E; i += W) {
+        int64_t left = a.E - i;
+        store_some(out + i, load_some(y + i, left) * factor * load_some(weight + i, left), left);
+    }
+}
+
+// Mirrored in kernels/cpu_layers.py.
+struct SiluAndMul {
+    const void* gate_up;  // [T, 2 * I], each token contiguous
+    void* out;            // [T, I], contiguous
+    int64_t stride;       // of gate_up
+    int64_t T, I;
+    int64_t dtype;
+    int64_t num_threads;
+};
+
+template <class A>
+static void activate_token(const SiluAndMul& a, int64_t token) {
+    const A *gate = (const A*)a.gate_up + token * a.stride, *up = gate + a.I;
+    A* out = (A*)a.out + token * a.I;
+    vec one = splat(1.0f);
+    for (int64_t i = 0; i < a.I; i += W) {
+        int64_t left = a.I - i;
+        vec x = load_some(gate + i, left);
+        vec activated = x / (one + exp2(x * splat(-LOG2_E)));
+        store_some(out + i, activated * load_some(up + i, left), left);
+    }
+}

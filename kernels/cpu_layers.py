@@ -1,0 +1,182 @@
+"""What stands around attention on a CPU, in native code: rotary and store, norm, activation."""
+
+import ctypes
+
+import torch
+
+from kernels import reference_layers
+from kernels.checks import (
+    ACTIVATIONS,
+    Store,
+    check_contiguous,
+    check_device,
+    check_rows,
+    check_store,
+)
+from kernels.cpu_build import TYPES, native_code
+from kernels.reference_attention import quantise
+
+
+def _structure(name: str, pointers: str, numbers: str, reals: str = "") -> type[ctypes.Structure]:
+    """Return the twin of a structure of kernels/cpu/layers.h."""
+    fields = [
+        *((field, ctypes.c_void_p) for field in pointers.split()),
+        *((field, ctypes.c_int64) for field in numbers.split()),
+        *((field, ctypes.c_double) for field in reals.split()),
+    ]
+    return type(name, (ctypes.Structure,), {"_fields_": fields})
+
+
+_Rotary = _structure(
+    "Rotary",
+    "q k v cos sin k_cache v_cache slot_mapping k_scale v_scale",
+    "q_stride k_stride v_stride scale_stride T H G D dtype kv_dtype num_threads",
+)
+_RmsNorm = _structure("RmsNorm", "x weight residual out", "x_stride T E dtype num_threads", "eps")
+_SiluAndMul = _structure("SiluAndMul", "gate_up out", "stride T I dtype num_threads")
+
+
+def rotary(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    store: Store | None = None,
+    *,
+    code: ctypes.CDLL | None = None,
+) -> None:
+    """Do what `kernels.rotary.rotary` does, for head dimensions of any multiple of 8.
+
+    Raises: ValueError if a shape, layout or dtype is not as there. Slots are not read.
+    """
+    T, H, D = q.shape
+    G = k.shape[1]
+    if D % 8 or q.dtype not in ACTIVATIONS:
+        raise ValueError(f"q is {list(q.shape)} {q.dtype}; D must be a multiple of 8")
+    if k.shape != (T, G, D) or k.dtype != q.dtype:
+        raise ValueError(f"q {list(q.shape)} {q.dtype} and k {list(k.shape)} {k.dtype} disagree")
+    for name, table in (("cos", cos), ("sin", sin)):
+        if table.shape != (T, D // 2) or table.dtype != torch.float32:
+            raise ValueError(
+                f"{name} is {list(table.shape)} {table.dtype}, must be [{T}, {D // 2}] float32"
+            )
+    check_rows("q", q)
+    check_rows("k", k)
+    check_contiguous(cos=cos, sin=sin)
+    check_device(q, k=k, cos=cos, sin=sin)
+    if store is not None:
+        check_store(store, k, tiled=False)
+        check_contiguous(slot_mapping=store.slot_mapping)
+    code = code or native_code()
+    if code is None:
+        return _rotary_in_torch(q, k, cos, sin, store)
+    if T == 0:
+        return None
+    arguments = _Rotary(
+        q=q.data_ptr(), k=k.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
+        q_stride=q.stride(0), k_stride=k.stride(0), T=T, H=H, G=G, D=D,
+        dtype=TYPES[q.dtype], kv_dtype=TYPES[q.dtype], num_threads=torch.get_num_threads(),
+    )  # fmt: skip
+    if store is not None:
+        arguments.v = store.v.data_ptr()
+        arguments.v_stride = store.v.stride(0)
+        arguments.k_cache = store.k_cache.data_ptr()
+        arguments.v_cache = store.v_cache.data_ptr()
+        arguments.slot_mapping = store.slot_mapping.data_ptr()
+        arguments.kv_dtype = TYPES[store.k_cache.dtype]
+        if store.scales is not None:
+            arguments.k_scale = store.scales.k.data_ptr()
+            arguments.v_scale = store.scales.v.data_ptr()
+            arguments.scale_stride = 0 if store.scales.k.shape[0] == 1 else 1
+    code.pagemill_rotary(ctypes.byref(arguments))
+    return None
+
+
+def _rotary_in_torch(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, store: Store | None
+) -> None:
+    q.copy_(reference_layers.rotary(q, cos, sin))
+    rotated = reference_layers.rotary(k, cos, sin)
+    if store is None:
+        k.copy_(rotated)
+        return
+    written = store.slot_mapping >= 0
+    scales = store.scales
+    for cache, values, scale in (
+        (store.k_cache, rotated, None if scales is None else scales.k),
+        (store.v_cache, store.v, None if scales is None else scales.v),
+    ):
+        stored = quantise(values[written], scale, cache.dtype)
+        cache.view(-1, *cache.shape[2:])[store.slot_mapping[written]] = stored
+
+
+def rms_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    residual: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    *,
+    code: ctypes.CDLL | None = None,
+) -> torch.Tensor:
+    """Do what `kernels.rms_norm.rms_norm` does, for tokens of any size.
+
+    Raises: ValueError if a shape, layout or dtype is not as there.
+    """
+    if x.dim() != 2 or x.dtype not in ACTIVATIONS or x.shape[1] == 0:
+        raise ValueError(f"x is {list(x.shape)} {x.dtype}, must be [T, E] of {ACTIVATIONS}")
+    T, E = x.shape
+    if weight.shape != (E,) or weight.dtype != x.dtype:
+        raise ValueError(f"weight is {list(weight.shape)} {weight.dtype}, must be [{E}] {x.dtype}")
+    if out is None:
+        out = torch.empty((T, E), dtype=x.dtype)
+    for name, tensor in (("residual", residual), ("out", out)):
+        if tensor is None:
+            continue
+        if tensor.shape != x.shape or tensor.dtype != x.dtype:
+            raise ValueError(f"{name} is {list(tensor.shape)} {tensor.dtype}, must be as x")
+        check_contiguous(**{name: tensor})
+        check_device(x, **{name: tensor})
+    check_rows("x", x)
+    check_contiguous(weight=weight)
+    check_device(x, weight=weight)
+    code = code or native_code()
+    if code is None:
+        if residual is not None:
+            x = residual.add_(x)
+        return out.copy_(reference_layers.rms_norm(x, weight, eps))
+    arguments = _RmsNorm(
+        x=x.data_ptr(), weight=weight.data_ptr(), out=out.data_ptr(), x_stride=x.stride(0),
+        residual=None if residual is None else residual.data_ptr(),
+        T=T, E=E, dtype=TYPES[x.dtype], num_threads=torch.get_num_threads(), eps=eps,
+    )  # fmt: skip
+    code.pagemill_rms_norm(ctypes.byref(arguments))
+    return out
+
+
+def silu_and_mul(
+    gate_up: torch.Tensor, out: torch.Tensor | None = None, *, code: ctypes.CDLL | None = None
+) -> torch.Tensor:
+    """Do what `kernels.silu_and_mul.silu_and_mul` does.
+
+    Raises: ValueError if a shape, layout or dtype is not as there.
+    """
+    if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.dtype not in ACTIVATIONS:
+        raise ValueError(f"gate_up is {list(gate_up.shape)} {gate_up.dtype}, must be [T, 2 * I]")
+    T, I = gate_up.shape[0], gate_up.shape[1] // 2  # noqa: E741
+    if out is None:
+        out = torch.empty((T, I), dtype=gate_up.dtype)
+    if out.shape != (T, I) or out.dtype != gate_up.dtype:
+        raise ValueError(f"out is {list(out.shape)} {out.dtype}, must be [{T}, {I}]")
+    check_rows("gate_up", gate_up)
+    check_contiguous(out=out)
+    check_device(gate_up, out=out)
+    code = code or native_code()
+    if code is None:
+        return out.copy_(reference_layers.silu_and_mul(gate_up))
+    arguments = _SiluAndMul(
+        gate_up=gate_up.data_ptr(), out=out.data_ptr(), stride=gate_up.stride(0), T=T, I=I,
+        dtype=TYPES[gate_up.dtype], num_threads=torch.get_num_threads(),
+    )  # fmt: skip
+    code.pagemill_silu_and_mul(ctypes.byref(arguments))
+    return out

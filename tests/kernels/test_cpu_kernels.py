@@ -1,0 +1,355 @@
+"""Native code on a CPU agrees with its references, for every width of vectors it is built for."""
+
+import ctypes
+import functools
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from commands import run as run_program
+from kernels import cpu_layers
+from kernels import reference_layers as reference
+from kernels.checks import Scales, Store
+from kernels.cpu_attention import attend
+from kernels.cpu_build import FLAGS, build_and_load, cache_folder
+from kernels.packed_linear import PackedLinear
+from kernels.reference_attention import quantise
+from paged_cases import HEADS, NAN, Case, assert_rounded_once, make_case
+from source_tree import ROOT
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
+
+# Flags behind -march=native: what the machine lacks, on smaller machines.
+VARIANTS = {
+    "native": (),
+    "no bf16 products": ("-mno-avx512bf16",),
+    "AVX2": ("-mno-avx512f",),
+    "no vectors of its own": ("-mno-avx512f", "-mno-avx2", "-mno-f16c", "-mno-fma"),
+}
+
+
+@functools.cache
+def variant(name: str) -> ctypes.CDLL:
+    return build_and_load(cache_folder(os.environ), (*FLAGS, *VARIANTS[name]))
+
+
+variants = pytest.mark.parametrize("name", VARIANTS)
+
+
+def run(case: Case, name: str = "native", num_threads: int = 1, *, decode: bool) -> torch.Tensor:
+    out = attend(
+        case.q,
+        case.k_cache,
+        case.v_cache,
+        case.block_tables,
+        case.seq_lens,
+        None if decode else case.query_start_loc,
+        case.scale,
+        window=case.window,
+        soft_cap=case.soft_cap,
+        scales=case.scales,
+        out=torch.full(case.q.shape, NAN).to(case.q.dtype),
+        num_threads=num_threads,
+        code=variant(name),
+    )
+    assert not out.isnan().any()
+    return out
+
+
+def assert_close(case: Case, out: torch.Tensor) -> None:
+    """Check for one rounding of the result, and half a unit for weights rounded to q's type."""
+    exact = case.expected()
+    unit = UNIT[out.dtype]
+    # fp32 noise of sums over some hundred keys, in units of the largest value in sight.
+    size = max(1.0, float(case.v_cache.float().nan_to_num().abs().max()))
+    if case.scales is not None:
+        size *= max(1.0, float(case.scales.v.max()))
+    noise = (1e-5 + (unit / 2 if out.dtype == torch.bfloat16 else 0.0)) * size
+    torch.testing.assert_close(out.float(), exact, rtol=unit, atol=noise)
+
+
+@st.composite
+def cases(draw: st.DrawFn, *, decode: bool) -> Case:
+    block_size = draw(st.sampled_from([1, 3, 8, 16, 32]))
+    lengths = draw(st.lists(st.integers(0, 3 * block_size), min_size=1, max_size=4))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    new = [1 if decode else draw(st.integers(0, length)) for length in lengths]
+    return make_case(
+        list(zip(lengths, new, strict=True)),
+        heads=draw(st.sampled_from([(4, 2), (5, 1), (7, 1), (3, 3), (12, 2), (48, 1)])),
+        head_dim=draw(st.sampled_from([8, 24, 40, 64, 72, 80, 128, 136, 256])),
+        block_size=block_size,
+        dtype=dtype,
+        kv_dtype=draw(st.sampled_from([dtype, dtype, E4M3, E5M2])),
+        scales=draw(st.sampled_from(["none", "tensor", "head"])),
+        window=draw(st.none() | st.integers(1, 40)),
+        soft_cap=draw(st.none() | st.sampled_from([0.5, 30.0])),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+threads = st.integers(1, 3)
+
+
+@variants
+@settings(max_examples=60)
+@given(case=cases(decode=True), num_threads=threads)
+def test_decoding_of_any_batch_agrees_with_dense_attention(
+    name: str, case: Case, num_threads: int
+) -> None:
+    assert_close(case, run(case, name, num_threads, decode=True))
+
+
+@variants
+@settings(max_examples=60)
+@given(case=cases(decode=False), num_threads=threads)
+def test_prefill_of_any_mixed_batch_agrees_with_dense_attention(
+    name: str, case: Case, num_threads: int
+) -> None:
+    if case.q.shape[0]:
+        assert_close(case, run(case, name, num_threads, decode=False))
+
+
+@variants
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_long_sequences_of_many_tiles_agree_in_any_number_of_parts(
+    name: str, dtype: torch.dtype
+) -> None:
+    lengths = [(700, 1), (0, 1), (33, 1), (1025, 1)]
+    case = make_case(lengths, heads=(6, 2), block_size=7, head_dim=72, dtype=dtype)
+    outs = [run(case, name, num_threads, decode=True) for num_threads in (1, 2, 5)]
+    for out in outs:
+        assert_close(case, out)
+    chunk = make_case([(500, 300), (257, 1), (64, 64)], heads=(6, 2), head_dim=72, dtype=dtype)
+    assert_close(chunk, run(chunk, name, 2, decode=False))
+
+
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 112, 128, 256])
+def test_case_e04_every_ratio_and_head_size_agrees(heads: tuple[int, int], head_dim: int) -> None:
+    lengths = [(length, 1) for length in (1, 15, 16, 17, 53)]
+    case = make_case(lengths, heads=heads, head_dim=head_dim)
+    torch.testing.assert_close(run(case, decode=True), case.expected(), atol=1e-5, rtol=0)
+    case = make_case([(1, 1), (53, 20), (16, 16)], heads=heads, head_dim=head_dim)
+    torch.testing.assert_close(run(case, decode=False), case.expected(), atol=1e-5, rtol=0)
+
+
+@variants
+@pytest.mark.parametrize("kv_dtype", [torch.float32, E4M3])
+def test_case_e02_unused_slots_never_reach_the_result(name: str, kv_dtype: torch.dtype) -> None:
+    for new in (1, 0):  # a token each, then all of them
+        lengths = [(length, new or length) for length in (1, 5, 16, 17, 33)]
+        poisoned = make_case(lengths, kv_dtype=kv_dtype, heads=(2, 2))
+        clean = make_case(lengths, kv_dtype=kv_dtype, heads=(2, 2), filling=0.0)
+        assert poisoned.k_cache.float().isnan().any()
+        out = run(poisoned, name, decode=bool(new))
+        assert torch.equal(out, run(clean, name, decode=bool(new)))
+
+
+@variants
+@pytest.mark.parametrize("decode", [True, False])
+def test_nan_in_a_key_or_value_in_sight_is_not_swallowed(name: str, *, decode: bool) -> None:
+    # The worker fails a row by its logits: a NaN that became a number would be served as text.
+    for dtype in (torch.float32, torch.bfloat16):
+        for cache in ("k_cache", "v_cache"):
+            case = make_case([(40, 1 if decode else 40)], dtype=dtype)
+            getattr(case, cache)[case.block_tables[0, 0], 3] = NAN
+            out = attend(case.q, case.k_cache, case.v_cache, case.block_tables, case.seq_lens,
+                         None if decode else case.query_start_loc, case.scale,
+                         code=variant(name))  # fmt: skip
+            assert out[-1].isnan().any()
+
+
+def test_case_e07_a_window_holds_the_token_and_those_just_before_it() -> None:
+    D, values = 64, torch.full((4, 4, 1, 64), NAN)
+    for token in range(12):
+        values[1 + token // 4, token % 4, 0] = torch.eye(D)[token]
+    tables = torch.tensor([[1, 2, 3]], dtype=torch.int32)
+    q, keys = torch.zeros(1, 1, D), torch.zeros(4, 4, 1, D)
+    for place, seen in ((0, [0]), (2, [0, 1, 2]), (3, [0, 1, 2, 3]), (9, [6, 7, 8, 9])):
+        lengths = torch.tensor([place + 1], dtype=torch.int32)
+        out = attend(q, keys, values, tables, lengths, None, 1.0, window=4)
+        expected = torch.eye(D)[seen].sum(0) / len(seen)
+        torch.testing.assert_close(out[0, 0], expected, atol=1e-7, rtol=0)
+    starts, lengths = (torch.tensor(x, dtype=torch.int32) for x in ([0, 12], [12]))
+    out = attend(q.expand(12, 1, D), keys, values, tables, lengths, starts, 1.0, window=4)
+    for place in range(12):
+        expected = torch.eye(D)[max(0, place - 3) : place + 1].mean(0)
+        torch.testing.assert_close(out[place, 0], expected, atol=1e-7, rtol=0)
+
+
+@variants
+@settings(max_examples=25)
+@given(
+    tokens=st.integers(0, 4),
+    heads=st.sampled_from([(4, 2), (5, 1), (9, 3)]),
+    head_dim=st.sampled_from([8, 24, 64, 80, 128]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    kv=st.sampled_from(["in place", "stored", "e4m3", "e5m2"]),
+    per_head=st.booleans(),
+    seed=st.integers(0, 100),
+)
+def test_rotary_rotates_queries_and_stores_rotated_keys(
+    name: str, tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, kv: str,
+    seed: int, *, per_head: bool,
+) -> None:  # fmt: skip
+    torch.manual_seed(seed)
+    H, G = heads
+    qkv = torch.randn(tokens, H + 2 * G, head_dim).to(dtype)
+    q, k, v = qkv[:, :H], qkv[:, H : H + G], qkv[:, H + G :]
+    angles = torch.rand(tokens, head_dim // 2) * 100
+    cos, sin = angles.cos(), angles.sin()
+    wanted_q, wanted_k, old_k = reference.rotary(q, cos, sin), reference.rotary(k, cos, sin), +k
+    if kv == "in place":
+        cpu_layers.rotary(q, k, cos, sin, code=variant(name))
+        assert_rounded_once(k, wanted_k)
+        assert_rounded_once(q, wanted_q)
+        return
+    kv_dtype = {"stored": dtype, "e4m3": E4M3, "e5m2": E5M2}[kv]
+    scales = None
+    if kv != "stored":
+        scales = Scales(*(torch.rand(G if per_head else 1) + 0.5 for _ in "kv"))
+    slots = torch.randperm(16)[:tokens]
+    slots[1:2] = -1
+    k_cache, v_cache = (torch.full((2, 8, G, head_dim), 3.0).to(kv_dtype) for _ in "kv")
+    store = Store(v, k_cache, v_cache, slots, scales)
+    cpu_layers.rotary(q, k, cos, sin, store, code=variant(name))
+    assert torch.equal(k, old_k)
+    assert_rounded_once(q, wanted_q)
+    stored, written = slots >= 0, slots[slots >= 0]
+    keys, values = (cache.view(16, G, head_dim).float() for cache in (k_cache, v_cache))
+    exact = quantise(v, None if scales is None else scales.v, kv_dtype).float()
+    assert torch.equal(values[written], exact[stored])
+    exact = quantise(wanted_k, None if scales is None else scales.k, kv_dtype).float()
+    # fp32 noise before rounding may tip a tie: one unit of the type.
+    unit = 0.26 if kv != "stored" else UNIT[dtype] + 1e-6
+    torch.testing.assert_close(keys[written], exact[stored], rtol=unit, atol=2.0**-9)
+    untouched = torch.ones(16, dtype=torch.bool)
+    untouched[written] = False
+    assert (keys[untouched] == 3.0).all()
+    assert (values[untouched] == 3.0).all()
+
+
+@variants
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+def test_every_tie_and_special_value_is_stored_as_torch_stores_it(
+    name: str, kv_dtype: torch.dtype
+) -> None:
+    numbers = torch.arange(256, dtype=torch.uint8).view(kv_dtype).float()
+    numbers = torch.tensor(sorted(set(numbers[numbers.isfinite()].tolist())))
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    near = torch.cat([ties.nextafter(torch.tensor(side)) for side in (-1e9, 1e9)])
+    extreme = torch.tensor([NAN, torch.inf, -torch.inf, 1e9, -1e9, 1e-12, -0.0])
+    v = torch.cat([numbers, ties, near, extreme])
+    v = torch.nn.functional.pad(v, (0, -len(v) % 8)).view(1, 1, -1)
+    shape = (1, 1, 1, v.shape[2])
+    k_cache, v_cache = (torch.zeros(shape).to(kv_dtype) for _ in "kv")
+    angles = torch.zeros(1, v.shape[2] // 2)
+    slots = torch.zeros(1, dtype=torch.int64)
+    cpu_layers.rotary(v.clone(), v, angles.cos(), angles, Store(v, k_cache, v_cache, slots),
+                      code=variant(name))  # fmt: skip
+    expected = quantise(v, None, kv_dtype).view(torch.uint8).flatten()
+    found, nan = v_cache.view(torch.uint8).flatten(), v.flatten().isnan()
+    assert torch.equal(found[~nan], expected[~nan])
+    assert v_cache.float().flatten()[nan].isnan().all()
+
+
+@variants
+@settings(max_examples=20)
+@given(
+    tokens=st.integers(0, 4),
+    size=st.sampled_from([1, 64, 200, 576]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    with_residual=st.booleans(),
+)
+def test_norm_and_activation(
+    name: str, tokens: int, size: int, dtype: torch.dtype, *, with_residual: bool
+) -> None:
+    x, residual = (torch.randn(tokens, size).to(dtype) for _ in "xr")
+    weight = torch.randn(size).to(dtype)
+    total = x.float() + residual.float()
+    out = torch.full(x.shape, NAN).to(dtype)
+    given_residual = residual if with_residual else None
+    cpu_layers.rms_norm(x, weight, 1e-5, given_residual, out, code=variant(name))
+    if with_residual:
+        assert_rounded_once(residual, total)
+    normed = residual.float() if with_residual else x.float()
+    assert_rounded_once(out, reference.rms_norm(normed, weight, 1e-5))
+    gate_up = torch.cat((x, residual), dim=1) * 4
+    out = torch.full(x.shape, NAN).to(dtype)
+    cpu_layers.silu_and_mul(gate_up, out, code=variant(name))
+    assert_rounded_once(out, reference.silu_and_mul(gate_up))
+
+
+@settings(max_examples=40)
+@given(
+    rows=st.integers(0, 80),
+    shape=st.sampled_from([(1, 1), (64, 48), (100, 33), (576, 192)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    has_bias=st.booleans(),
+)
+def test_a_packed_linear_layer_is_a_linear_layer(
+    rows: int, shape: tuple[int, int], dtype: torch.dtype, *, has_bias: bool
+) -> None:
+    weight, x = torch.randn(shape).to(dtype), torch.randn(rows, shape[1]).to(dtype)
+    bias = torch.randn(shape[0]).to(dtype) if has_bias else None
+    expected = x.float() @ weight.float().T
+    if bias is not None:
+        expected += bias.float()
+    assert_rounded_once(PackedLinear(weight, bias)(x), expected)
+
+
+def test_claims_of_the_docstrings_are_checked() -> None:
+    case = make_case([(5, 1), (9, 1)])
+    k, v, tables, lengths = case.k_cache, case.v_cache, case.block_tables, case.seq_lens
+    with pytest.raises(ValueError, match="q has 1 tokens, seq_lens 2"):
+        attend(case.q[:1], k, v, tables, lengths, None, 1.0)
+    with pytest.raises(ValueError, match="query_start_loc is"):
+        attend(case.q, k, v, tables, lengths, case.query_start_loc[1:], 1.0)
+    with pytest.raises(ValueError, match="window is 0"):
+        attend(case.q, k, v, tables, lengths, None, 1.0, window=0)
+    k, v = k[..., :12].contiguous(), v[..., :12].contiguous()
+    with pytest.raises(ValueError, match="head_dim is 12, must be a multiple of 8"):
+        attend(case.q[..., :12], k, v, tables, lengths, None, 1.0)
+    with pytest.raises(ValueError, match="weight is"):
+        cpu_layers.rms_norm(case.q[0], case.q[0, 0, 1:], 1e-5)
+    with pytest.raises(ValueError, match="gate_up is"):
+        cpu_layers.silu_and_mul(case.q[0, :, 1:])
+    with pytest.raises(ValueError, match="bias is"):
+        PackedLinear(case.q[0], case.q[0, 0])
+
+
+def test_the_wrappers_run_native_code_on_a_cpu(tmp_path: Path) -> None:
+    """In a process of its own: in this one Triton's interpreter has the CPU's tensors."""
+    program = """
+import torch
+from kernels.cpu_build import native_code
+from kernels.paged_decode import paged_decode
+from kernels.paged_prefill import paged_prefill
+from kernels.rms_norm import rms_norm
+from kernels.rotary import rotary
+from kernels.silu_and_mul import silu_and_mul
+from paged_cases import make_case
+assert (native_code() is not None) == NATIVE
+case = make_case([(40, 1), (9, 1)], head_dim=24, block_size=5, window=9)
+columns = case.q, case.k_cache, case.v_cache, case.block_tables, case.seq_lens
+torch.testing.assert_close(paged_decode(*columns, 0.2, 40, window=9), paged_prefill(
+    *columns, case.query_start_loc, 0.2, 1, window=9))
+x = torch.ones(2, 6)
+torch.testing.assert_close(rms_norm(x, x[0], 0.0), x)
+torch.testing.assert_close(silu_and_mul(x), torch.nn.functional.silu(x[:, :3]))
+q, angles = torch.ones(1, 2, 8), torch.zeros(1, 4)
+rotary(q, q.clone(), angles.cos(), angles)
+assert (q == 1).all()
+"""
+    for native in (True, False):
+        environment = {"TRITON_INTERPRET": "0", "PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
+        if not native:
+            environment |= {"PATH": str(tmp_path), "CXX": "", "PAGEMILL_CACHE": str(tmp_path)}
+        run_program(sys.executable, "-c", f"NATIVE = {native}\n{program}", environment=environment)

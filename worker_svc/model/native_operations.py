@@ -1,0 +1,68 @@
+"""A model's operations in native code, on a CPU: `kernels.cpu_attention` and its neighbours."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import cpu_layers
+from kernels.checks import Store
+from kernels.cpu_attention import attend
+from kernels.packed_linear import PackedLinear
+from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
+
+
+class NativeOperations:
+    """See `Operations`."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Lay the weight out for the processor's products, in a copy."""
+        return PackedLinear(weight, bias)
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `Operations.rms_norm`."""
+        return cpu_layers.rms_norm(x, weight, eps, residual)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """As `Operations.silu_and_mul`."""
+        return cpu_layers.silu_and_mul(gate_up)
+
+    def begin(
+        self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
+    ) -> StepAttention:
+        """Find each token's angles. Of the cache nothing is needed yet."""
+        angles = columns.positions[:, None].float() * inverse_frequencies  # [T, D / 2]
+        return _NativeAttention(columns, angles.cos(), angles.sin())
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _NativeAttention:
+    columns: StepColumns
+    cos: torch.Tensor
+    """[T, D / 2] fp32"""
+
+    sin: torch.Tensor
+
+    def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
+        """As `StepAttention.attend`."""
+        k_cache, v_cache = cache
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        columns = self.columns
+        q, kv = qkv[:, :num_heads], qkv[:, num_heads:]
+        k, v = kv[:, :num_kv_heads], kv[:, num_kv_heads:]
+        store = Store(v, k_cache, v_cache, columns.slot_mapping)
+        cpu_layers.rotary(q, k, self.cos, self.sin, store)
+        return attend(
+            q,
+            k_cache,
+            v_cache,
+            columns.block_tables,
+            columns.seq_lens,
+            columns.query_start_loc,
+            head_dim**-0.5,
+        )

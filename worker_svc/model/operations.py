@@ -1,0 +1,77 @@
+"""What a model is made of, for one kind of device: an interface, since there are several."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias
+
+import torch
+
+LayerCache: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+"""One layer's keys and values, each [N, S, G, D]."""
+
+Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""A linear layer. Shapes: [T, in] to [T, out]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StepColumns:
+    """Where a step's tokens stand, and what they may read. The same for all layers."""
+
+    positions: torch.Tensor
+    """[T] int64"""
+
+    slot_mapping: torch.Tensor
+    """[T] int64; -1 writes nothing."""
+
+    block_tables: torch.Tensor
+    """[R, B] int32"""
+
+    seq_lens: torch.Tensor
+    """[R] int32, the new tokens included."""
+
+    query_start_loc: torch.Tensor
+    """[R + 1] int32, from 0 to T, rising by at least 1."""
+
+
+class StepAttention(Protocol):
+    """Attention of one step's tokens."""
+
+    def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
+        """Rotate, store all tokens' keys and values, and only then attend.
+
+        Shapes: qkv [T, H + 2 * G, D], may be overwritten; returns [T, H, D].
+        """
+        ...
+
+
+class Operations(Protocol):
+    """The operations of a model, all in the run dtype."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Return a linear layer. The caller drops the weight, [out, in]."""
+        ...
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Return x / rms(x) * weight; with a residual, of residual + x, which is written to it.
+
+        Shapes: x, residual, returns [T, E]; weight [E].
+        Numerics: in fp32, rounded once. transformers rounds to the run dtype before the weight
+            multiplies, too; in float32 that is the same.
+        """
+        ...
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], returns [T, I]."""
+        ...
+
+    def begin(
+        self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
+    ) -> StepAttention:
+        """Return the attention of a step. Of `cache`, only shape and dtype matter."""
+        ...

@@ -1,0 +1,85 @@
+"""A model's operations in plain torch: on any device, and where there is no native code."""
+
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from kernels import reference
+from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchLinear:
+    """x @ weight.T + bias."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product. Shapes: x [T, in], returns [T, out]."""
+        return functional.linear(x, self.weight, self.bias)
+
+
+class TorchOperations:
+    """See `Operations`."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Keep the weight as it is."""
+        return TorchLinear(weight, bias)
+
+    def rms_norm(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        eps: float,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `Operations.rms_norm`."""
+        if residual is not None:
+            x = residual.add_(x)
+        return functional.rms_norm(x, weight.shape, weight, eps)
+
+    def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """As `Operations.silu_and_mul`."""
+        gate, up = gate_up.chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+    def begin(
+        self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
+    ) -> StepAttention:
+        """Find what each request reads, and each token's angles."""
+        angles = columns.positions[:, None, None].float() * inverse_frequencies  # [T, 1, D / 2]
+        cos, sin = angles.cos(), angles.sin()
+        cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+        dtype = cache[0].dtype
+        return _TorchAttention(
+            reference.plan_reads(
+                cache[0], columns.block_tables, columns.seq_lens, columns.query_start_loc
+            ),
+            columns.slot_mapping,
+            cos.to(dtype),
+            sin.to(dtype),
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _TorchAttention:
+    reads: reference.Reads
+    slot_mapping: torch.Tensor
+    cos: torch.Tensor
+    """[T, 1, D] in the run dtype."""
+
+    sin: torch.Tensor
+    """As cos, with the sign of the half."""
+
+    def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
+        """As `StepAttention.attend`."""
+        k_cache, v_cache = cache
+        num_kv_heads, head_dim = k_cache.shape[2:]
+        qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
+        # Rolling by half a head swaps its halves; `sin` holds the sign.
+        qk = torch.addcmul(qk * self.cos, qk.roll(head_dim // 2, dims=-1), self.sin)
+        q, k = qk[:, :num_heads], qk[:, num_heads:]
+        reference.store_kv(k, v, k_cache, v_cache, self.slot_mapping)
+        return reference.attend(q, k_cache, v_cache, self.reads, head_dim**-0.5)

@@ -1,0 +1,48 @@
+"""Which attention backend a worker runs on, and its line in the log."""
+
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from kernels import dispatch
+from kernels.cpu_build import why_no_native_code
+from worker_svc.errors import ConfigError
+from worker_svc.model.native_operations import NativeOperations
+from worker_svc.model.operations import Operations
+from worker_svc.model.torch_operations import TorchOperations
+from worker_svc.service.logs import Logger
+
+OPERATIONS: Final[dict[str, Callable[[], Operations]]] = {
+    "native": NativeOperations,
+    "torch": TorchOperations,
+}
+"""Backends of `kernels.dispatch` that a worker has the rest of a model for."""
+
+
+def choose_operations(
+    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, log: Logger
+) -> Operations:
+    """Return the operations of the best backend, or of the one that is wanted; log which, once.
+
+    A CPU that could run native code and cannot is worth a warning. Compiles it the first time.
+
+    Raises: ConfigError if the one that is wanted does not serve.
+    """
+    case = dispatch.Case(
+        device=device.type,
+        target="",
+        dtype=dtype,
+        kv_dtype=dtype,
+        head_dim=head_dim,
+        block_size=1,  # neither minds
+        no_native_code=why_no_native_code() if device.type == "cpu" else None,
+    )
+    backends = tuple(backend for backend in dispatch.BACKENDS if backend.name in OPERATIONS)
+    try:
+        choice = dispatch.choose(case, None if wanted == "auto" else wanted, backends)
+    except ValueError as error:
+        raise ConfigError(f"attention_backend: {error}") from error
+    fell_back = device.type == "cpu" and bool(choice.rejected)
+    (log.warning if fell_back else log.info)(str(choice))
+    return OPERATIONS[choice.name]()
