@@ -93,24 +93,28 @@ class World:
         before = self.scheduler.num_waiting
         request = job.request(self.now_ns)
         expected = expected_refusal(self.scheduler, job)
-        try:
-            self.scheduler.add(request, self.now_ns, self.pace)
-        except HopelessDeadlineError:
-            assert expected is None
+        error = self._try_to_add(request)
+        if isinstance(error, HopelessDeadlineError):
             assert self.pace is not None
             assert job.lifetime_ns is not None
+            expected = HopelessDeadlineError
+        assert type(error) is (expected or type(None)), f"{error!r} instead of {expected}"
+        if error is not None:
+            assert self.scheduler.num_waiting == before
+            return False
+        self.worker.roots[job.name] = job.root
+        family = Family(request, job, [Witness(each, job) for each in request.members])
+        self.families.append(family)
+        self._witnesses |= {each.member: each for each in family.witnesses}
+        self._turns.queued(request)
+        return True
+
+    def _try_to_add(self, request: Request) -> RequestError | None:
+        try:
+            self.scheduler.add(request, self.now_ns, self.pace)
         except RequestError as error:
-            assert type(error) is expected, f"{error!r} instead of {expected}"
-        else:
-            assert expected is None, f"taken, but {expected} was due"
-            self.worker.roots[job.name] = job.root
-            family = Family(request, job, [Witness(each, job) for each in request.members])
-            self.families.append(family)
-            self._witnesses |= {each.member: each for each in family.witnesses}
-            self._turns.queued(request)
-            return True
-        assert self.scheduler.num_waiting == before
-        return False
+            return error
+        return None
 
     def cancel(self, member: Request) -> None:
         """Abort one sequence; before the fork, the first takes all along."""
@@ -162,18 +166,23 @@ class World:
         for request in expired:
             assert request.deadline_ns is not None
             assert request.deadline_ns <= self.now_ns
-        self._close([end for each in expired for end in self._ending_with(each)], FinishReason.ABORT)
+        self._close(
+            [end for each in expired for end in self._ending_with(each)], FinishReason.ABORT
+        )
         if plan is None:
             assert self.wire or not self.families or not self.is_connected, "nothing goes on"
             return False
         assert self.is_connected
         assert planned < self.setup.limits.pipeline_depth
         check_plan(plan, self.setup.limits)
+        if plan.num_preempted and self.setup.policy != "priority":
+            fresh = sum(1 for row in plan.admitted if row.num_new_tokens)
+            assert fresh in {0, plan.num_rows}, "others take what was taken from a victim"
         self._turns.admitted(plan, self.scheduler)
         self.digest = crc32(fingerprint(plan), self.digest)
         serial = {row for flight in self.wire for row in flight.plan.serial_rows.tolist()}
-        fresh = {row.row for row in plan.admitted} | {fork.row for fork in plan.forked}
-        self.wire.append(Flight(plan, frozenset(serial - fresh)))
+        changed = {row.row for row in plan.admitted} | {fork.row for fork in plan.forked}
+        self.wire.append(Flight(plan, frozenset(serial - changed)))
         self.num_steps += 1
         if self.num_steps % self._check_every == 0:
             self.check()
@@ -327,7 +336,10 @@ class World:
     def _forget_ended(self) -> None:
         for family in self.families:
             for witness in family.witnesses:
-                if not witness.is_live and self._witnesses.pop(witness.member, None):
+                if witness.is_live or witness.member not in self._witnesses:
+                    continue
+                del self._witnesses[witness.member]
+                if witness.output:
                     self.heard.append([*family.job.prompt, *witness.output])
         self.families = [family for family in self.families if family.is_live]
 

@@ -346,6 +346,13 @@ def test_a_family_fits_if_its_shared_and_its_own_blocks_do() -> None:
     assert [member.num_output_tokens for member in each.members] == [4, 4, 4]
 
 
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_a_family_whose_prompt_alone_fills_more_than_the_pool_is_refused(num_blocks: int) -> None:
+    table = bench(num_blocks, rows=4)
+    with pytest.raises(NeverFitsError, match=f"the whole pool has {4 * num_blocks}"):
+        table.send(request("a", [0] * 16, 1, n=3))
+
+
 @pytest.mark.parametrize("caching", [True, False])
 def test_a_resumed_member_shares_what_its_siblings_hold(caching: bool) -> None:
     scheduler = Scheduler(limits(rows=4), enable_prefix_caching=caching)
