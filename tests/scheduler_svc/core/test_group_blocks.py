@@ -371,6 +371,23 @@ def test_what_a_failed_row_wrote_is_in_doubt_behind_a_window_too() -> None:
     assert second.output_token_ids().tolist() == generate_alone([1] * 4 + [0, 0, 1], 6, NO_STOP)
 
 
+def test_what_a_row_in_doubt_wrote_and_gave_back_cannot_be_hit() -> None:
+    table = grouped_bench((KvGroup(window=2),), 16, depth=2, rows=2, length=40, budget=16)
+    prompt = [1] * 4 + [0] * 4 + [1]
+    first, second = request("a", [1] * 4, 6), request("b", prompt, 6)
+    table.send(first, second)
+    table.plan(frozenset({0}))
+    written = table.scheduler._state.prefixes.names(second)[1]
+    assert second.admitted_tokens == 4
+    assert pool_of(table).lookup(written) == second.blocks[1]
+    table.plan()
+    assert second.blocks[:2] == [NULL_BLOCK] * 2
+    table.answer()
+    assert pool_of(table).lookup(written) is None
+    table.run()
+    assert second.output_token_ids().tolist() == generate_alone(prompt, 6, NO_STOP)
+
+
 def test_events_name_their_group_and_a_parent_that_is_not_held() -> None:
     events = KvEventLog()
     groups = (FULL, KvGroup(window=4))
