@@ -91,6 +91,7 @@ def draw_num_blocks(rng: Random, limits: Limits) -> int:
         (
             rng.randint(1, 6),
             rng.randint(whole // 2 + 1, whole + 1),
+            rng.randint(whole // 2 + 1, whole + 1),
             rng.randint(whole, 2 * whole),
             whole * limits.max_num_seqs,
         )
