@@ -12,6 +12,7 @@ from itertools import chain
 import numpy as np
 
 from scheduler_svc.core.beam_search import BeamSearch
+from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.request import BeamOptions, Hypothesis, Stopping
 from scheduler_svc.core.step_plan import (
     Candidates,
@@ -81,7 +82,8 @@ class FakeRow:
     """One row as a worker keeps it."""
 
     tokens: list[int]
-    table: list[int]
+    tables: list[list[int]]
+    """One for each KV group. What a row gave back stays here, and must not be read."""
     num_computed: int
     num_new: int
     index: int = 0
@@ -115,14 +117,14 @@ class FakeRow:
 
     def fork(self, index: int, last_token: int | None, num_blocks: int) -> "FakeRow":
         """Return a row that goes on from here, with the first blocks and another last token."""
-        assert num_blocks <= len(self.table)
+        assert all(num_blocks <= len(table) for table in self.tables)
         tokens = list(self.tokens)
         if last_token is not None:
             tokens[-1] = last_token
         return replace(
             self,
             tokens=tokens,
-            table=self.table[:num_blocks],
+            tables=[table[:num_blocks] for table in self.tables],
             index=index,
             num_samples=1,
             histories=self.histories[: len(tokens) - 1],
@@ -138,11 +140,14 @@ def _columns(candidates: list[tuple[Int32Array, Float32Array]]) -> Candidates | 
 
 
 class FakeWorker:
-    """Runs step plans, proving that each row reads exactly its own past."""
+    """Runs step plans, proving that each row reads exactly its own past, in every KV group."""
 
-    def __init__(self, block_size: int, num_blocks: int) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, groups: Sequence[KvGroup] = FULL_ATTENTION
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.groups = groups
         self.rows: dict[int, FakeRow] = {}
         self.cache: dict[int, int] = {}
         self.next_step_id = 0
@@ -162,7 +167,9 @@ class FakeWorker:
             for position in range(row.num_computed, row.num_computed + row.num_new):
                 if row.failed:
                     continue  # It has stopped for good, and waits to be released.
-                self.cache[self._slot(row, position)] = row.history(position)
+                for slot in self._slots(row, position):
+                    assert self.block_size <= slot < (self.num_blocks + 1) * self.block_size
+                    self.cache[slot] = row.history(position)
         sampled: list[list[int]] = []
         candidates: list[tuple[Int32Array, Float32Array]] = []
         sampling, errors = [], []
@@ -172,8 +179,10 @@ class FakeWorker:
                 errors.append((number, "planted"))
                 continue
             end = row.num_computed + row.num_new
-            for position in range(end):
-                assert self.cache.get(self._slot(row, position)) == row.history(position)
+            for each, group in enumerate(self.groups):
+                for position in range(group.first_seen(row.num_computed), end):
+                    slot = self._slots(row, position)[each]
+                    assert self.cache.get(slot) == row.history(position)
             assert end <= len(row.tokens)
             if end == len(row.tokens):
                 sampling.append(number)
@@ -210,9 +219,12 @@ class FakeWorker:
             row.num_new = 1 if row.num_new else 0
         for new in plan.admitted:
             assert new.row not in self.rows
+            tables = [table.tolist() for table in new.block_tables]
+            assert len(tables) == len(self.groups)
+            assert len({len(table) for table in tables}) == 1
             self.rows[new.row] = FakeRow(
                 new.tokens.tolist(),
-                new.block_tables[0].tolist(),
+                tables,
                 new.num_computed_tokens,
                 new.num_new_tokens,
                 new.sequence_index,
@@ -222,7 +234,7 @@ class FakeWorker:
             )
         for gained in plan.appended:
             for number, block in zip(gained.rows.tolist(), gained.blocks.tolist(), strict=True):
-                self.rows[number].table.append(block)
+                self.rows[number].tables[gained.group].append(block)
         for number, computed, count in zip(
             plan.exception_rows.tolist(),
             plan.exception_num_computed_tokens.tolist(),
@@ -245,7 +257,7 @@ class FakeWorker:
                 if source * size + offset in self.cache:
                     self.cache[destination * size + offset] = self.cache[source * size + offset]
 
-    def _slot(self, row: FakeRow, position: int) -> int:
-        block = row.table[position // self.block_size]
-        assert 1 <= block <= self.num_blocks
-        return block * self.block_size + position % self.block_size
+    def _slots(self, row: FakeRow, position: int) -> list[int]:
+        """Return where a position's keys and values lie, in each group; anywhere if unseen."""
+        column, offset = divmod(position, self.block_size)
+        return [table[column] * self.block_size + offset for table in row.tables]

@@ -41,6 +41,9 @@ class FlyingStep:
     published: list[tuple[int, BlockId]] = field(default_factory=list)
     """Blocks named on the strength of this step, each with the row that fills it."""
 
+    given_back: list[tuple[Request, BlockId]] = field(default_factory=list)
+    """Blocks behind their windows that requests gave back while this step was the newest."""
+
     def sampling(self, failed: Collection[int]) -> npt.NDArray[np.bool_]:
         """[R] Whether the row samples and is none of the `failed`."""
         return self.samples & ~np.isin(self.rows, list(failed)) if failed else self.samples
@@ -73,6 +76,11 @@ class Journal:
     def oldest(self) -> FlyingStep | None:
         """Step whose result comes next."""
         return self._steps[0] if self._steps else None
+
+    @property
+    def newest(self) -> FlyingStep | None:
+        """Step that was planned last."""
+        return self._steps[-1] if self._steps else None
 
     @property
     def oldest_step_id(self) -> int | None:

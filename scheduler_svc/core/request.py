@@ -260,7 +260,7 @@ class Request:
         self.row: int | None = None
         """Its row while it runs."""
         self.blocks: list[BlockId] = []
-        """Its block table while it runs."""
+        """Its block tables while it runs, column by column: see `group_blocks`."""
         self.hashes: list[BlockHash] = []
         """Names of its full blocks, as far as they were needed."""
         self.num_pending_tokens = 0

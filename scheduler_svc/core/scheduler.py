@@ -18,6 +18,7 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.length_limit import check_width, length_limit
 from scheduler_svc.core.limits import Limits
@@ -126,14 +127,22 @@ class Scheduler:
 
     # The worker group's life.
 
-    def start_epoch(self, num_blocks: int, root: BlockHash, now_ns: int) -> list[Request]:
+    def start_epoch(
+        self,
+        num_blocks: int,
+        root: BlockHash,
+        now_ns: int,
+        groups: tuple[KvGroup, ...] = FULL_ATTENTION,
+    ) -> list[Request]:
         """Take a worker group whose cache of `num_blocks` usable blocks is empty.
+
+        `groups` are the KV groups of its model, at least one.
 
         Returns: the requests that ended with an error, since they fit this pool no more.
         """
         state = self._state
         self.lose_worker(now_ns)
-        state.pool = self._memory.new_pool(num_blocks)
+        state.pool = self._memory.new_pool(num_blocks, groups)
         if state.prefixes.set_root(root):
             for request in state.waiting:
                 for each in request.family:

@@ -13,6 +13,7 @@ from pagemill.v1 import generation_pb2, inference_pb2
 from tiny_llama import write_tiny_llama
 
 Request = inference_pb2.GenerateRequest
+BeamSearch = generation_pb2.BeamSearch
 Sampling = generation_pb2.Sampling
 Stopping = generation_pb2.Stopping
 GENERATE = "/pagemill.v1.Inference/Generate"
@@ -70,8 +71,19 @@ CASES = [
     pytest.param(ask(text="word " * 2_000_000), INVALID, "2048", id="ten megabytes of text"),
     pytest.param(b"\x0a\x02\xff\xfe", INVALID, "request_id", id="bytes that are no UTF-8"),
     pytest.param(b"\xff\xff\xff", INVALID, "", id="bytes that are no message"),
+    pytest.param(ask(sampling=Sampling(n=257)), INVALID, "sampling.n", id="n"),
+    pytest.param(ask(beam=BeamSearch(width=257)), INVALID, "beam.width", id="beam width"),
     pytest.param(
-        ask(sampling=Sampling(n=3)), grpc.StatusCode.UNIMPLEMENTED, "n", id="not served yet"
+        ask(token_ids=ids(*[1] * 600), sampling=Sampling(n=4), stopping=Stopping(max_tokens=400)),
+        INVALID,
+        "each of 4 sequences",
+        id="sequences longer than the pool",
+    ),
+    pytest.param(
+        ask(sampling=Sampling(presence_penalty=1)),
+        grpc.StatusCode.UNIMPLEMENTED,
+        "presence_penalty",
+        id="not served yet",
     ),
 ]
 

@@ -321,6 +321,11 @@ def test_more_sequences_than_rows_are_refused(n: int) -> None:
     assert not table.scheduler.has_work
 
 
+def test_a_family_whose_prompt_is_longer_than_the_pool_is_refused() -> None:
+    with pytest.raises(NeverFitsError):
+        bench(2).send(request("a", [0] * 12, 1, n=2))
+
+
 def test_a_family_fits_if_its_shared_and_its_own_blocks_do() -> None:
     # A prompt of 9 tokens: 2 blocks are shared, and each sequence of 5 tokens has 2 of its own.
     for num_blocks, fits in ((8, True), (7, False)):

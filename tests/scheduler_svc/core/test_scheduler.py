@@ -221,6 +221,40 @@ def test_a_failed_row_harms_nobody_else(
             assert output == alone
 
 
+def test_nothing_computed_from_a_failed_row_can_be_hit() -> None:
+    table = bench(64, rows=6)
+    failing = request("failing", [0] * 8 + [1])
+    reading = request("reading", [0] * 8 + [1] * 9)
+    of_that = request("of that", [0] * 8 + [1] * 12)
+    unharmed = request("unharmed", [1] * 9)
+    table.send(failing, reading, of_that, unharmed)
+    plan = table.plan(frozenset({0}))
+    assert plan is not None
+    assert [row.num_computed_tokens for row in plan.admitted] == [0, 8, 16, 0]
+    outcome = table.answer()
+    assert outcome.finished == [failing]
+    assert [each.num_preemptions for each in (reading, of_that, unharmed)] == [1, 1, 0]
+    pool = table.scheduler.pool
+    assert pool is not None
+    assert [pool.lookup(name) for name in of_that.hashes] == [None] * 5
+    assert all(pool.lookup(name) for name in unharmed.hashes)
+    table.run()
+    for each in (reading, of_that):
+        alone = generate_alone(each.tokens[: each.num_prompt_tokens].tolist(), 4, frozenset())
+        assert each.output_token_ids().tolist() == alone
+
+
+def test_what_a_gone_row_named_in_the_failed_step_cannot_be_hit() -> None:
+    table = bench(64)
+    table.send(request("failing", [0] * 8 + [1]), gone := request("gone", [0] * 8 + [1] * 9))
+    table.plan(frozenset({0}))
+    table.scheduler.abort(gone, table.now_ns)
+    table.answer()
+    pool = table.scheduler.pool
+    assert pool is not None
+    assert [pool.lookup(name) for name in gone.hashes] == [None] * 4
+
+
 def test_an_equal_prompt_of_the_same_step_is_computed_once() -> None:
     table = bench(64, budget=1000, length=200)
     table.send(request("a", [1] * 100), request("b", [1] * 100))
