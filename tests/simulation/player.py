@@ -125,7 +125,7 @@ class Player:
             return
         num_blocks, model = world.num_blocks or world.setup.num_blocks, world.model
         if rng.random() < 0.3:
-            num_blocks = draw_num_blocks(rng, world.setup.limits)
+            num_blocks = draw_num_blocks(rng, world.setup.limits, len(world.setup.groups))
         if rng.random() < 0.3:
             model = rng.choice(MODELS)
         world.start_epoch(num_blocks, model)
