@@ -113,7 +113,8 @@ def draw_job(rng: Random, name: str, limits: Limits, heard: Sequence[Sequence[in
     if oddity < 0.07:
         return replace(job, prompt=(0,) * (limits.max_model_len + rng.randint(-2, 1)))
     if oddity < 0.09:
-        return replace(job, max_output=limits.max_model_len - len(prompt) + rng.randint(-1, 1))
+        longest = limits.max_model_len - len(prompt)
+        return replace(job, max_output=max(1, longest + rng.randint(-1, 1)))
     return job
 
 
