@@ -75,7 +75,7 @@ def test_simulate_prints_one_json_object() -> None:
 
 @pytest.mark.parametrize("flag", ["--n", "--beam-width"])
 def test_simulate_tells_the_blocks_that_forks_save(flag: str) -> None:
-    ended = _pagemill("simulate", "--lengths", "sharegpt", "--requests", "9", flag, "2", "--json")
+    ended = _pagemill("simulate", "--lengths", "sharegpt", "--requests", "40", flag, "2", "--json")
     assert (ended.returncode, ended.stderr) == (0, "")
     assert 0 < json.loads(ended.stdout)["blocks_saved_share"] < 1
 
