@@ -63,6 +63,13 @@ def search_alone(
     return search.best()
 
 
+def first_seen(group: KvGroup, position: int) -> int:
+    """Return the first position that a token sees: found out without the scheduler's help."""
+    if group.window:
+        return max(0, position - group.window + 1)
+    return position - position % group.chunk if group.chunk else 0
+
+
 def generate_alone(
     prompt: Sequence[int], count: int, stop: frozenset[int], index: int = 0
 ) -> list[int]:
@@ -180,7 +187,7 @@ class FakeWorker:
                 continue
             end = row.num_computed + row.num_new
             for each, group in enumerate(self.groups):
-                for position in range(group.first_seen(row.num_computed), end):
+                for position in range(first_seen(group, row.num_computed), end):
                     slot = self._slots(row, position)[each]
                     assert self.cache.get(slot) == row.history(position)
             assert end <= len(row.tokens)
