@@ -15,7 +15,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraint
 
 .DEFAULT_GOAL := help
 .PHONY: help demo serve venv test test-slow test-simulation test-mutations check format lint types \
-  contracts proto-lint stubs stub-drift ci-packages clean
+  contracts proto-lint stubs stub-drift figures ci-packages clean
 
 help:  ## Print this list.
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -74,6 +74,10 @@ stubs: $(STAMP)  ## Generate pagemill.v1 anew. Committed; constraints.txt pins t
 
 stub-drift: $(STAMP)  ## Check that the committed stubs are what `make stubs` gives.
 	$(BIN)/python -m pytest tests/repo/test_stubs.py
+
+figures: $(STAMP)  ## Draw the plots of docs/figures.md anew, which takes minutes.
+	$(PIP) -e '.[figures]'
+	PYTHONPATH=. $(BIN)/python bench/figures.py
 
 ci-packages:  ## Install what the tests need from Debian (as root).
 	bash docker/install_test_packages.sh

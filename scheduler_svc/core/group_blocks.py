@@ -10,7 +10,7 @@ import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId
-from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.journal import GivenBack, Journal
 from scheduler_svc.core.kv_groups import KvGroup
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import Request
@@ -50,7 +50,11 @@ def give_back_unseen(rows: Rows, journal: Journal, pool: BlockPool, block_size: 
             gone = _take_out(request, number, int(unseen[row]), pool.num_groups)
             pool.release(gone)
             if flying is not None:
-                flying.given_back += [(request, block) for block in gone]
+                num_hit = request.admitted_tokens // block_size
+                flying.given_back += [
+                    GivenBack(request, block, int(unseen[row]) - 1 - place >= num_hit)
+                    for place, block in enumerate(gone)
+                ]
 
 
 def _num_unseen(group: KvGroup, num_computed: Int32Array, block_size: int) -> Int32Array:
