@@ -178,6 +178,10 @@ class World:
         if plan.num_preempted and self.setup.policy != "priority":
             fresh = sum(1 for row in plan.admitted if row.num_new_tokens)
             assert fresh in {0, plan.num_rows}, "others take what was taken from a victim"
+        for row in plan.admitted:
+            job = self._witness_of(row.row).job
+            reads = self.setup.caching and job.read_cache
+            assert reads or job.width > 1 or not row.num_computed_tokens, "reads what it must not"
         self._turns.admitted(plan, self.scheduler)
         self.digest = crc32(fingerprint(plan), self.digest)
         serial: set[int] = set()
@@ -357,6 +361,10 @@ class World:
         if member is not family.root or any(each.output for each in family.witnesses):
             return [self._witnesses[member]]
         return [each for each in family.witnesses if each.member in self._witnesses]
+
+    def _witness_of(self, row: int) -> Witness:
+        owner = self.scheduler._state.rows.owner(row)
+        return self._witnesses[owner.root if owner.root.beam else owner]
 
     def _live(self) -> list[Witness]:
         return [each for family in self.families for each in family.witnesses if each.is_live]
