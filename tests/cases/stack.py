@@ -24,6 +24,7 @@ from scheduler_svc.service import server
 from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.listener import Listener
 from scheduler_svc.service.metrics import LoadCollector
+from scheduler_svc.service.tracing import Tracing
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.step_plan import StepPlan, StepResult
@@ -233,6 +234,7 @@ async def serving(
     num_blocks: int | None = NUM_BLOCKS,
     step_s: float = 0.0,
     join: bool = True,
+    traces: Tracing | None = None,
     **settings: object,
 ) -> AsyncIterator[Stack]:
     """Serve a model with blocks of 4 until the block is left. `step_s`: seconds a step takes."""
@@ -250,7 +252,7 @@ async def serving(
     )
     public, workers = Listener.bind("listen", given.listen), Listener.bind("w", given.worker_listen)
     registry, stop = CollectorRegistry(), asyncio.Event()
-    parts = server._build(given, "0.0.0", registry, None)
+    parts = server._build(given, "0.0.0", registry, traces)
     registry.register(LoadCollector(parts.engine.load))
     announced: list[str] = []
     task = asyncio.create_task(
