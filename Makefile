@@ -14,11 +14,11 @@ PROTOS := $(wildcard proto/pagemill/v1/*.proto)
 PIP := $(BIN)/python -m pip --disable-pip-version-check install -q -c constraints.txt
 
 .DEFAULT_GOAL := help
-.PHONY: help demo serve venv test test-slow check format lint types contracts proto-lint stubs \
-  stub-drift ci-packages clean
+.PHONY: help demo serve venv test test-slow test-simulation test-mutations check format lint types \
+  contracts proto-lint stubs stub-drift figures ci-packages clean
 
 help:  ## Print this list.
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-15s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 demo: $(STAMP)  ## Answer one question with the demo model, and show where the time went.
 	$(BIN)/pagemill demo
@@ -42,6 +42,12 @@ test: $(STAMP)  ## Run the test suite, but for what is marked slow.
 
 test-slow: $(STAMP)  ## Run the tests that take minutes.
 	$(BIN)/python -m pytest -m slow --timeout 3600
+
+test-simulation: $(STAMP)  ## Run a million simulated steps; a failure prints the line that repeats it.
+	PYTHONPATH=.:proto:clients:tests $(BIN)/python -m simulation
+
+test-mutations: $(STAMP)  ## Plant every bug of the list in a copy, and see that the tests see it.
+	PYTHONPATH=.:proto:clients:tests $(BIN)/python -m mutations
 
 check: lint types contracts proto-lint stub-drift test  ## Run all that a change must pass.
 
@@ -68,6 +74,10 @@ stubs: $(STAMP)  ## Generate pagemill.v1 anew. Committed; constraints.txt pins t
 
 stub-drift: $(STAMP)  ## Check that the committed stubs are what `make stubs` gives.
 	$(BIN)/python -m pytest tests/repo/test_stubs.py
+
+figures: $(STAMP)  ## Draw the plots of docs/figures.md anew, which takes minutes.
+	$(PIP) -e '.[figures]'
+	PYTHONPATH=. $(BIN)/python bench/figures.py
 
 ci-packages:  ## Install what the tests need from Debian (as root).
 	bash docker/install_test_packages.sh

@@ -1,8 +1,7 @@
 #!/usr/bin/env bash
 # Installs what the tests need from Debian. Run as root: `make ci-packages`.
 #
-# A package stands here with its reason and the check that it is missing. Compilers are not
-# among them: everything that `make venv` installs is a wheel.
+# A package stands here with its reason and the check that it is missing.
 set -euo pipefail
 
 packages=()
@@ -15,6 +14,9 @@ packages=()
 
 # End-to-end tests look for the processes that `pagemill serve` started.
 command -v ps >/dev/null || packages+=(procps)
+
+# The CPU's kernels are compiled where they run; their tests want no stand-in.
+command -v g++ >/dev/null || packages+=(g++)
 
 if [ "${#packages[@]}" -eq 0 ]; then
   echo "ci-packages: nothing is missing"

@@ -16,6 +16,11 @@ COPY constraints.txt ./
 
 # torch is the large layer, so it comes before the sources.
 FROM base AS torch-cpu
+# Compiles the CPU's kernels for the processor they run on, at the first start (ADR 0016).
+# hadolint ignore=DL3008
+RUN apt-get update \
+    && apt-get install -y --no-install-recommends g++ \
+    && rm -rf /var/lib/apt/lists/*
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
 RUN pip install --no-cache-dir -c constraints.txt --index-url "$TORCH_INDEX" torch
 

@@ -44,7 +44,7 @@ class WireWorker(FakeWorker):
 
     def run(self, plan: StepPlan, failing: frozenset[int] = frozenset()) -> StepResult:
         rows = copy.deepcopy(self.rows)
-        probe = FakeWorker(self.block_size, self.num_blocks)
+        probe = FakeWorker(self.block_size, self.num_blocks, self.groups)
         probe.rows, probe.next_step_id = rows, self.next_step_id
         probe._follow(plan)
         counts = [row.num_new for row in probe.rows.values() if row.num_new]

@@ -63,7 +63,7 @@ class KvReplica:
 
 def event_of(message: control_pb2.KvEvent) -> KvEvent:
     """Return what a message says."""
-    assert (message.medium, message.group, message.replica) == ("device", 0, 0)
+    assert (message.medium, message.replica) == ("device", 0)
     match message.WhichOneof("event"):
         case "stored":
             stored = message.stored
@@ -73,10 +73,11 @@ def event_of(message: control_pb2.KvEvent) -> KvEvent:
                 stored.token_ids,
                 stored.block_size,
                 stored.adapter,
+                message.group,
             )
         case "removed":
             (name,) = message.removed.block_hashes
-            return BlockRemoved(BlockHash(name))
+            return BlockRemoved(BlockHash(name), message.group)
         case _:
             assert message.cleared
             return CacheCleared()

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from fake_worker import FakeWorker
 from scheduler_svc.core.block_hash import BlockHash, ExtraKeys
+from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import BeamOptions, Request, Sampling, Stopping
 from scheduler_svc.core.scheduler import Scheduler
@@ -66,13 +67,20 @@ class Bench:
 
     scheduler: Scheduler
     num_blocks: int
+    groups: tuple[KvGroup, ...] = FULL_ATTENTION
     worker: FakeWorker = field(init=False)
     wire: deque[tuple[StepPlan, StepResult]] = field(default_factory=deque)
     now_ns: int = 0
 
     def __post_init__(self) -> None:
-        self.worker = FakeWorker(self.scheduler.limits.block_size, self.num_blocks)
-        self.scheduler.start_epoch(self.num_blocks, ROOT, 0)
+        self.join()
+
+    def join(self) -> list[Request]:
+        """Let a worker with an empty cache join; return the requests that fit it no more."""
+        self.wire.clear()
+        size = self.scheduler.limits.block_size
+        self.worker = FakeWorker(size, self.num_blocks, self.groups)
+        return self.scheduler.start_epoch(self.num_blocks, ROOT, self.now_ns, self.groups)
 
     def plan(self, failing: frozenset[int] = frozenset()) -> StepPlan | None:
         self.now_ns += 1
@@ -107,7 +115,10 @@ class Bench:
 
 
 def bench(
-    num_blocks: int = 32, policy: str = "fcfs", victim: str = "cheapest", **limit: int
+    num_blocks: int = 32,
+    policy: str = "fcfs",
+    victim: str = "cheapest",
+    **limit: int,
 ) -> Bench:
     scheduler = Scheduler(
         limits(**limit),
@@ -115,3 +126,7 @@ def bench(
         choose_victim=VICTIM_POLICIES[victim],
     )
     return Bench(scheduler, num_blocks)
+
+
+def grouped_bench(groups: tuple[KvGroup, ...], num_blocks: int, **limit: int) -> Bench:
+    return Bench(Scheduler(limits(**limit)), num_blocks, groups)

@@ -1,6 +1,68 @@
 // Decoding in pairs of bf16: one instruction multiplies 32 of them and sums in fp32.
 #pragma once
 
+#ifdef __AVX512VBMI__
+
+// The bytes of bf16 numbers for the 128 sizes of an 8-bit one.
+struct Fp8Table {
+    alignas(64) uint8_t low[128];
+    alignas(64) uint8_t high[128];
+
+    constexpr Fp8Table(int mantissa, int bias, int first_special, int special)
+        : low(), high() {
+        for (int size = 0; size < 128; ++size) {
+            int exponent = size >> mantissa, fraction = size & ((1 << mantissa) - 1);
+            if (exponent == 0 && fraction != 0) {
+                // A subnormal number of 8 bits is a normal one of 16.
+                exponent = 1;
+                for (; !(fraction >> mantissa); fraction <<= 1) --exponent;
+                fraction &= (1 << mantissa) - 1;
+            }
+            int bits = ((exponent + bias) << 7) | (fraction << (7 - mantissa));
+            if (size == 0) bits = 0;
+            if (size >= first_special) bits = special | (fraction << (7 - mantissa));
+            low[size] = bits & 0xff;
+            high[size] = bits >> 8;
+        }
+    }
+};
+
+constexpr Fp8Table TABLE_E4M3(3, 120, 0x7f, 0x7fc0), TABLE_E5M2(2, 112, 0x7c, 0x7f80);
+
+static inline const Fp8Table& table_of(const E4m3*) { return TABLE_E4M3; }
+static inline const Fp8Table& table_of(const E5m2*) { return TABLE_E5M2; }
+
+// Converts at most 64 numbers: both bytes of each are looked up, and put together.
+template <class T>
+static inline void widen(const T* from, int64_t count, Bf16* to) {
+    __mmask64 mask = count >= 64 ? ~0ull : (1ull << count) - 1;
+    __m512i bytes = _mm512_maskz_loadu_epi8(mask, from);
+    const Fp8Table& table = table_of(from);
+    __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), bytes,
+                                           _mm512_load_si512(table.low + 64));
+    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), bytes,
+                                            _mm512_load_si512(table.high + 64));
+    high = _mm512_or_si512(high, _mm512_and_si512(bytes, _mm512_set1_epi8((char)0x80)));
+    // Bytes 0 and 64 side by side, then 1 and 65, and so on.
+    __m512i pairs = _mm512_add_epi16(_mm512_set1_epi16(64 << 8), _mm512_mullo_epi16(
+        _mm512_set1_epi16(0x101), _mm512_cvtepu8_epi16(_mm256_setr_epi8(
+            0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,
+            16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31))));
+    _mm512_storeu_si512(to, _mm512_permutex2var_epi8(low, pairs, high));
+    if (count <= 32) return;
+    pairs = _mm512_add_epi16(pairs, _mm512_set1_epi16(32 << 8 | 32));
+    _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi8(low, pairs, high));
+}
+
+#else
+
+template <class T>
+static inline void widen(const T* from, int64_t count, Bf16* to) {
+    for (int64_t d = 0; d < 64 && d < count; d += W) store(to + d, load_some(from + d, count - d));
+}
+
+#endif
+
 // Weights are rounded to bf16, as a tensor core would have them.
 struct DotBf16 {
     typedef Bf16 Query;
@@ -35,34 +97,6 @@ struct DotBf16 {
         return _mm512_shuffle_f32x4(c[0], c[1], 0x88) + _mm512_shuffle_f32x4(c[0], c[1], 0xdd);
     }
 
-    // 32 numbers of 8 bits. Normal ones only need another bias; the few others are looked up, as
-    // products of bf16 take subnormal numbers for zero.
-    static __m512i to_bf16(__m256i bytes, const E4m3*) {
-        alignas(64) static const uint16_t subnormals[32] = {
-            0, 0x3b00, 0x3b80, 0x3bc0, 0x3c00, 0x3c20, 0x3c40, 0x3c60};
-        return to_bf16(bytes, 4, 120, 8, subnormals, 0x7f, 0x7fc0);
-    }
-
-    static __m512i to_bf16(__m256i bytes, const E5m2*) {
-        alignas(64) static const uint16_t subnormals[32] = {0, 0x3780, 0x3800, 0x3840};
-        return to_bf16(bytes, 5, 112, 4, subnormals, 0x7c, 0x7f80);
-    }
-
-    static __m512i to_bf16(__m256i bytes, int shift, int bias, int num_subnormals,
-                           const uint16_t* subnormals, int first_special, int special) {
-        __m512i wide = _mm512_cvtepu8_epi16(bytes);
-        __m512i size = _mm512_and_si512(wide, _mm512_set1_epi16(0x7f));
-        __m512i sign = _mm512_slli_epi16(_mm512_andnot_si512(_mm512_set1_epi16(0x7f), wide), 8);
-        __m512i moved = _mm512_slli_epi16(size, shift);
-        __m512i normal = _mm512_add_epi16(moved, _mm512_set1_epi16(bias << 7));
-        __m512i small = _mm512_permutexvar_epi16(size, _mm512_load_si512(subnormals));
-        __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(num_subnormals));
-        __mmask32 is_special = _mm512_cmpge_epu16_mask(size, _mm512_set1_epi16(first_special));
-        __m512i found = _mm512_mask_mov_epi16(normal, is_small, small);
-        __m512i infinite = _mm512_or_si512(moved, _mm512_set1_epi16(special));
-        return _mm512_or_si512(sign, _mm512_mask_mov_epi16(found, is_special, infinite));
-    }
-
     // Returns rows of bf16: those of the cache, or converted ones in `staging`.
     static const Bf16* rows_of(const Bf16* cache, const TileRows& rows, int64_t offset, int64_t,
                                float*, int64_t* starts) {
@@ -77,11 +111,9 @@ struct DotBf16 {
         int64_t padded = width(D);
         for (int64_t t = 0; t < rows.count; ++t) {
             starts[t] = t * padded;
-            const T *row = cache + rows.here[t] + offset, *next = cache + rows.next[t] + offset;
-            for (int64_t d = 0; d < D; d += 32) {
-                if (d % 64 == 0) prefetch(next + d);
-                __m256i bytes = _mm256_maskz_loadu_epi8(first_of(D - d), row + d);
-                _mm512_storeu_si512(converted + starts[t] + d, to_bf16(bytes, row));
+            const T* row = cache + rows.here[t] + offset;
+            for (int64_t d = 0; d < D; d += 64) {
+                widen(row + d, D - d, converted + starts[t] + d);
             }
         }
         return converted;
@@ -107,18 +139,18 @@ struct DotBf16 {
     }
 
     // What is asked for while the first heads are worked on: the same rows of the next tile.
-    // Converted rows were asked for when they were converted.
     struct Ahead {
-        const Bf16* cache;  // null: nothing
+        const char* cache;  // null: nothing
         const int64_t* next;
-
-        static Ahead of(const Bf16* cache, const TileRows& rows, int64_t offset, bool first) {
-            return {first ? cache + offset : nullptr, rows.next};
-        }
+        int64_t itemsize;
 
         template <class T>
-        static Ahead of(const T*, const TileRows&, int64_t, bool) {
-            return {nullptr, nullptr};
+        static Ahead of(const T* cache, const TileRows& rows, int64_t offset, bool first) {
+            return {first ? (const char*)(cache + offset) : nullptr, rows.next, sizeof(T)};
+        }
+
+        void ask(int64_t token, int64_t d) const {
+            prefetch(cache + (next[token] + d) * itemsize);
         }
     };
 
@@ -137,9 +169,8 @@ struct DotBf16 {
             for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
             for (int64_t d = 0; d < whole; d += 32) {
                 if (ahead.cache) {
-                    const int64_t* next = ahead.next + t;
 #pragma GCC unroll 16
-                    for (int i = 0; i < TOKENS; ++i) prefetch(ahead.cache + next[i] + d);
+                    for (int i = 0; i < TOKENS; ++i) ahead.ask(t + i, d);
                 }
                 __m512bh x[HEADS];
 #pragma GCC unroll 4
@@ -235,8 +266,8 @@ struct DotBf16 {
                 if (ahead.cache) {
 #pragma GCC unroll 2
                     for (int j = 0; j < VECS / 2; ++j) {
-                        prefetch(ahead.cache + ahead.next[t] + 32 * j);
-                        prefetch(ahead.cache + ahead.next[t + 1] + 32 * j);
+                        ahead.ask(t, 32 * j);
+                        ahead.ask(t + 1, 32 * j);
                     }
                 }
                 __m512bh x[VECS];

@@ -16,6 +16,7 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.copy_on_write import num_copies_after_fork, num_pending_copies
 from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.group_blocks import num_lacking, num_promised, num_wanted
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.sibling_blocks import find_blocks, note_borrowed
 from scheduler_svc.core.skip_ahead import SkipAhead
@@ -56,9 +57,8 @@ def admit_waiting(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_
 
 def _look_ahead(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> None:
     """Note what the rows that run will still need for the tokens they know."""
-    rows, block_size = state.rows, state.limits.block_size
-    lacking = -(-rows.num_tokens // block_size) - rows.num_blocks
-    draft.promised_blocks = int(np.maximum(lacking, 0).sum())
+    rows = state.rows
+    draft.promised_blocks = num_promised(rows, state.limits, pool)
     if state.families or state.shared_tails:
         draft.promised_blocks += num_pending_copies(state, pool)
     gap = rows.num_tokens - rows.num_computed
@@ -73,7 +73,8 @@ def _is_one_long_too_many(
     most = state.limits.max_long_prefills
     if not most or draft.num_long_prefills < most:
         return False
-    num_hit = len(find_blocks(state, request, draft, pool)) * state.limits.block_size
+    num_columns = len(find_blocks(state, request, draft, pool)) // pool.num_groups
+    num_hit = num_columns * state.limits.block_size
     return request.num_tokens - num_hit > state.limits.max_row_tokens
 
 
@@ -104,8 +105,7 @@ def _claim(
         lacking_rows -= victim.num_reserved_rows
         for lane in lanes_of(state, victim):
             row = rows.row_of(lane)
-            promised = -(-int(rows.num_tokens[row]) // block_size) - len(lane.blocks)
-            lacking -= max(0, promised)
+            lacking -= _num_lacking(state, row, pool)
             lacking_rows -= 1
             budget += int(draft.num_new[row])
     if budget <= 0 or not victims:
@@ -128,12 +128,12 @@ def _num_blocks_wanted(
     would be preempted half way.
     """
     if (lanes := _lanes_that_resume(state, request, pool)) is not None:
-        wanted = num_lane_blocks(state, lanes, pool) + draft.promised_blocks
+        wanted = num_lane_blocks(state, lanes, pool)
     else:
-        whole = -(-request.num_tokens // state.limits.block_size)
-        wanted = whole - len(hits) + pool.count_idle(hits) + draft.promised_blocks
+        wanted = num_wanted(request.num_tokens, hits, state.limits, pool)
+    wanted += draft.promised_blocks
     if request.awaits_fork:
-        wanted += num_copies_after_fork(request, state.limits.block_size)
+        wanted += num_copies_after_fork(request, state.limits.block_size) * pool.num_groups
     if request.num_preemptions and state.rows.running:
         wanted += max(1, int(state.limits.watermark * pool.num_blocks))
     return wanted
@@ -150,22 +150,36 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     if (lanes := _lanes_that_resume(state, request, pool)) is not None:
         admit_lanes(state, lanes, draft, pool)
         return True
-    num_hit = len(hits) * block_size
+    num_hit_columns = len(hits) // pool.num_groups
+    num_hit = num_hit_columns * block_size
     gap = request.num_tokens - num_hit
     count = min(gap, draft.budget, state.limits.max_row_tokens)
     pool.share(hits)
-    needed = -(-(num_hit + count) // block_size) - len(hits)
-    request.blocks = [*hits, *pool.allocate(needed)]
+    num_columns = -(-(num_hit + count) // block_size)
+    granted = pool.allocate((num_columns - num_hit_columns) * pool.num_groups)
+    request.blocks = [*hits, *granted]
     _count_admission(state, request, num_hit, pool)
-    row = state.rows.take(request, num_hit + count)
-    draft.published += state.prefixes.publish_prompt(row, request, len(hits), pool)
+    row = state.rows.take(request, num_hit + count, num_columns)
+    draft.published += state.prefixes.publish_prompt(row, request, num_hit_columns, pool)
     draft.add(request, count)
-    draft.promised_blocks += -(-request.num_tokens // block_size) - len(request.blocks)
+    # What it ran in this step is behind it when it takes more.
+    draft.promised_blocks += _num_lacking(state, row, pool)
     if request.has_family:
-        _note_family(state, request, row, draft, len(hits))
+        _note_family(state, request, row, draft, hits, pool)
     draft.num_long_prefills += gap > state.limits.max_row_tokens
     state.waiting.charge(request, count)
     return True
+
+
+def _num_lacking(state: SchedulerState, row: int, pool: BlockPool) -> int:
+    rows = state.rows
+    return num_lacking(
+        int(rows.num_tokens[row]),
+        int(rows.num_computed[row]),
+        int(rows.num_blocks[row]),
+        state.limits,
+        pool,
+    )
 
 
 def _lanes_that_resume(
@@ -185,14 +199,19 @@ def _num_rows_wanted(request: Request) -> int:
 
 
 def _note_family(
-    state: SchedulerState, request: Request, row: int, draft: StepDraft, num_hit: int
+    state: SchedulerState,
+    request: Request,
+    row: int,
+    draft: StepDraft,
+    hits: list[BlockId],
+    pool: BlockPool,
 ) -> None:
     """Keep rows free for the members of a family that is still to be forked.
 
     Its row is serial: no token is planned behind those that the prompt samples.
     """
     if not request.awaits_fork:
-        note_borrowed(state, request, draft, num_hit)
+        note_borrowed(state, request, draft, hits)
         return
     if request.beam is not None:
         begin_search(state, request, request.beam)
@@ -200,7 +219,8 @@ def _note_family(
     state.rows.limit[row] = request.num_tokens + 1
     request.num_reserved_rows = _num_rows_wanted(request) - 1
     state.rows.num_reserved += request.num_reserved_rows
-    draft.promised_blocks += num_copies_after_fork(request, state.limits.block_size)
+    copies = num_copies_after_fork(request, state.limits.block_size)
+    draft.promised_blocks += copies * pool.num_groups
 
 
 def _is_in_fork(state: SchedulerState, request: Request) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 from scheduler_svc.core.beam_family import BeamFamily
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.group_blocks import without_unseen
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_draft import StepDraft
@@ -25,13 +26,13 @@ class LanePlan:
     lane: Request
 
     hits: list[BlockId]
-    """Blocks found by name. Empty if another lane has more."""
+    """Columns of blocks found by name. Empty if another lane has more."""
 
     source: Request | None
     """The lane whose first blocks it shares instead."""
 
     num_shared: int
-    """Hits, or blocks of the source."""
+    """Columns of hits, or of the source."""
 
 
 def preemptible(state: SchedulerState, running: Sequence[Request]) -> Sequence[Request]:
@@ -59,15 +60,20 @@ def plan_lanes(state: SchedulerState, family: BeamFamily, pool: BlockPool) -> li
 
     Cost: O(lanes squared) comparisons of their tokens.
     """
-    block_size = state.limits.block_size
+    block_size, num_groups = state.limits.block_size, pool.num_groups
+    see_all = all(group.sees_all for group in pool.groups)
     tokens = [np.frombuffer(lane.tokens, dtype=np.int32)[:-1] for lane in family.lanes]
     plans: list[LanePlan] = []
     for lane, known in zip(family.lanes, tokens, strict=True):
-        best = LanePlan(lane, hits := state.prefixes.find(lane, pool), None, len(hits))
+        best = LanePlan(
+            lane, hits := state.prefixes.find(lane, pool), None, len(hits) // num_groups
+        )
         for before, other in zip(plans, tokens, strict=False):
             differ = np.flatnonzero(known != other)
             num_full = int(differ[0] if len(differ) else len(known)) // block_size
-            if num_full > best.num_shared:
+            # What lies before the window of a hit is not there to be shared.
+            is_there = see_all or num_full >= before.num_shared
+            if num_full > best.num_shared and is_there:
                 best = LanePlan(lane, [], before.lane, num_full)
         plans.append(best)
     return plans
@@ -77,7 +83,8 @@ def num_lane_blocks(state: SchedulerState, plans: list[LanePlan], pool: BlockPoo
     """Return how many free blocks the lanes take."""
     hits = {block for plan in plans for block in plan.hits}
     whole = -(-plans[0].lane.num_tokens // state.limits.block_size)
-    return sum(whole - plan.num_shared for plan in plans) + pool.count_idle(hits)
+    num_columns = sum(whole - plan.num_shared for plan in plans)
+    return num_columns * pool.num_groups + pool.count_idle(hits)
 
 
 def admit_lanes(
@@ -99,21 +106,24 @@ def _admit_lane(
     lane, root, source = plan.lane, family.root, plan.source
     shared = plan.hits
     if source is not None:
-        shared = source.blocks[: plan.num_shared]
+        shared = source.blocks[: plan.num_shared * pool.num_groups]
+        shared = without_unseen(shared, pool.groups, block_size)
         pool.share(shared)
-    lane.blocks = [*shared, *pool.allocate(-(-lane.num_tokens // block_size) - len(shared))]
-    lane.admitted_tokens = num_hit = len(shared) * block_size
+    num_columns = -(-lane.num_tokens // block_size)
+    granted = pool.allocate((num_columns - plan.num_shared) * pool.num_groups)
+    lane.blocks = [*shared, *granted]
+    lane.admitted_tokens = num_hit = plan.num_shared * block_size
     lane.precedence = (*root.precedence[:2], lane.index)
     is_ready = source is None or int(rows.num_computed[rows.row_of(source)]) >= num_hit
     gap = lane.num_tokens - num_hit
     count = min(gap, draft.budget, state.limits.max_row_tokens) if is_ready else 0
-    row = rows.take(lane, num_hit + count)
+    row = rows.take(lane, num_hit + count, num_columns)
     rows.account[row] = root.account or 0
     rows.limit[row] = lane.num_tokens + is_ready
     state.families[row] = lane
     if source is not None and not is_ready:
         family.blocked[lane] = (source, num_hit)
-    draft.published += state.prefixes.publish_prompt(row, lane, len(shared), pool)
+    draft.published += state.prefixes.publish_prompt(row, lane, plan.num_shared, pool)
     draft.add(lane, count)
     draft.num_long_prefills += gap > state.limits.max_row_tokens
     state.waiting.charge(root, count)

@@ -75,7 +75,7 @@ def _go_on(
     for lane, parent, (_, token) in zip(lanes, parents, going, strict=True):
         row, parent_row = rows.row_of(lane), rows.row_of(parent)
         if lane is not parent or token != int(family.received[lane][0][0]):
-            fork = PendingFork(parent_row, token, len(lane.blocks), row in new_rows)
+            fork = PendingFork(parent_row, token, int(rows.num_blocks[row]), row in new_rows)
             state.pending_forks[row] = fork
         length = int(rows.num_tokens[row])
         if lane is not parent and length % state.limits.block_size:

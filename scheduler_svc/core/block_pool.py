@@ -18,12 +18,19 @@ from scheduler_svc.core.evicted_names import EvictedNames
 from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId, FreeBlockQueue
 from scheduler_svc.core.kv_events import BlockRemoved, CacheCleared, KvEventLog
+from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.pins import Pin, PinEnd, Pins
 from scheduler_svc.core.residency import Residency
+
+_COUNTLESS = 1 << 62
+"""Users of the null block: never too few to share it, never the last to release it."""
 
 
 class BlockPool:
     """`num_blocks` usable blocks, ids 1 .. num_blocks; id 0 is the null block.
+
+    All KV groups of a model take their blocks from one pool. Where a table holds nothing, the
+    null block stands: it may be shared and released like others, and nothing happens.
 
     Two blocks may come to hold equal content, since block tables only grow at their end and
     ids that workers know never change. Each keeps its name; lookup finds the first.
@@ -34,6 +41,7 @@ class BlockPool:
     __slots__ = (
         "_empty",
         "_evicted",
+        "_group_of",
         "_idle",
         "_index",
         "_names",
@@ -44,7 +52,10 @@ class BlockPool:
         "_twins",
         "_users",
         "events",
+        "groups",
+        "has_windows",
         "num_blocks",
+        "num_groups",
     )
 
     def __init__(
@@ -54,8 +65,14 @@ class BlockPool:
         residency: Residency | None = None,
         pins: Pins | None = None,
         events: KvEventLog | None = None,
+        groups: tuple[KvGroup, ...] = FULL_ATTENTION,
     ) -> None:
         self.num_blocks = num_blocks
+        self.groups = groups
+        """Of the model: each has a block table for every row."""
+        self.num_groups = len(groups)
+        self.has_windows = not all(group.sees_all for group in groups)
+        """Rows of some group give blocks back as they go on."""
         self.events = events
         """Hears of names that come and go. None: nobody listens."""
         self._now_ns = 0
@@ -65,6 +82,8 @@ class BlockPool:
         self._empty = FreeBlockQueue(num_blocks)
         self._idle = eviction(num_blocks)
         self._users = [0] * (num_blocks + 1)
+        self._users[NULL_BLOCK] = _COUNTLESS
+        self._group_of = bytearray(num_blocks + 1)
         self._names: list[BlockHash | None] = [None] * (num_blocks + 1)
         self._index: dict[BlockHash, BlockId] = {}
         self._twins: dict[BlockHash, list[BlockId]] = {}
@@ -106,13 +125,13 @@ class BlockPool:
         for number in self._pins.expired(now_ns):
             self.end_pin(number, PinEnd.EXPIRED)
 
-    def lookup(self, name: BlockHash) -> BlockId | None:
-        """Return a block with this name, or None. Changes nothing."""
-        return self._index.get(name)
+    def lookup(self, name: BlockHash, group: int = 0) -> BlockId | None:
+        """Return a block with this name in a KV group, or None. Changes nothing."""
+        return self._index.get(_key(name, group) if group else name)
 
-    def was_evicted(self, name: BlockHash) -> bool:
+    def was_evicted(self, name: BlockHash, group: int = 0) -> bool:
         """Whether a name was evicted lately: among the last `num_blocks` evictions."""
-        return name in self._evicted
+        return _key(name, group) in self._evicted
 
     def count_idle(self, blocks: Iterable[BlockId]) -> int:
         """Return how many of the blocks are free, so that sharing them takes free ones."""
@@ -129,7 +148,7 @@ class BlockPool:
         return self._users[block]
 
     def num_shared(self, blocks: Sequence[BlockId]) -> int:
-        """Return how many leading blocks of a table others hold too, and can be hit for.
+        """Return how many leading blocks of a full table others hold too, and can be hit for.
 
         Cost: O(log blocks), for others share a prefix, or nothing.
         """
@@ -191,13 +210,20 @@ class BlockPool:
         self._empty.push_front(empty)
         self._idle.add(named)
 
-    def publish(self, block: BlockId, name: BlockHash) -> bool:
+    def is_shared(self, block: BlockId) -> bool:
+        """Whether others hold a block too, and it can be hit."""
+        return self._users[block] > 1 and self._names[block] is not None
+
+    def publish(self, block: BlockId, name: BlockHash, group: int = 0) -> bool:
         """Give a block in use its name, so that it can be hit. False: it could be hit before.
 
         Rows that share a block all come to name it; the first does.
         """
         if self._names[block] is not None:
             return False
+        if self.num_groups > 1:
+            name = _key(name, group)
+            self._group_of[block] = group
         self._names[block] = name
         self._idle.note_published(block, came_back=self._evicted.discard(name))
         if self._index.setdefault(name, block) == block:
@@ -281,7 +307,9 @@ class BlockPool:
         if twins is None:
             del self._index[name]
             if self.events is not None:
-                self.events.add(BlockRemoved(name))
+                group = self._group_of[block]
+                plain = BlockHash(name[:-1]) if group else name
+                self.events.add(BlockRemoved(plain, group))
             return
         if self._index[name] == block:
             self._index[name] = twins.pop(0)
@@ -295,11 +323,11 @@ class BlockPool:
 
         Raises: InvariantError. Cost: O(blocks); for tests and watchdogs.
         """
-        expected = Counter(block for table in tables for block in table)
+        expected = Counter(block for table in tables for block in table if block != NULL_BLOCK)
         empty, idle = list(self._empty), list(self._idle)
         free = {*empty, *idle}
         _require(len(free) == len(empty) + len(idle) == self.num_free, "a block is free twice")
-        _require(NULL_BLOCK not in free and NULL_BLOCK not in expected, "null block handed out")
+        _require(NULL_BLOCK not in free, "null block handed out")
         for block in range(1, self.num_blocks + 1):
             users = self._users[block]
             _require(users == expected[BlockId(block)], f"block {block} has {users} users")
@@ -321,6 +349,11 @@ class BlockPool:
             found = [self._index[name], *self._twins.get(name, [])]
             _require(sorted(found) == blocks, "index points to a block of another name")
         _require(not any(name in self._evicted for name in named), "a name is evicted and here")
+
+
+def _key(name: BlockHash, group: int) -> BlockHash:
+    """Return what a block of a group is found by: of the first group the name itself."""
+    return BlockHash(name + bytes((group,))) if group else name
 
 
 def _require(claim: bool, message: str) -> None:  # noqa: FBT001 - a claim is a boolean

@@ -1,6 +1,7 @@
 """What always holds between queue, rows, families and blocks."""
 
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.free_block_queue import NULL_BLOCK
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import SchedulerState
 
@@ -18,7 +19,23 @@ def check_state(state: SchedulerState) -> None:
         raise InvariantError("waiting tokens miscounted")
     if {*map(id, running), *map(id, state.waiting)} != set(map(id, alive)):
         raise InvariantError("a live request neither runs nor waits")
+    _check_tables(state)
     _check_families(state)
+
+
+def _check_tables(state: SchedulerState) -> None:
+    """Prove that all tables of a row are equally long, and that each token to come sees its own."""
+    if (pool := state.pool) is None:
+        return
+    rows, size, num_groups = state.rows, state.limits.block_size, pool.num_groups
+    for request in rows.running:
+        row = rows.row_of(request)
+        if len(request.blocks) != int(rows.num_blocks[row]) * num_groups:
+            raise InvariantError(f"row {row} has block tables of different lengths")
+        for number, group in enumerate(pool.groups):
+            seen = group.num_unseen_blocks(int(rows.num_computed[row]), size)
+            if NULL_BLOCK in request.blocks[seen * num_groups + number :: num_groups]:
+                raise InvariantError(f"row {row} lacks a block that it sees")
 
 
 def _queued_or_running(root: Request) -> list[Request]:

@@ -7,6 +7,7 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.copy_on_write import copy_tails, rows_to_copy
 from scheduler_svc.core.departure import preempt
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.group_blocks import give_back_unseen
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.state import SchedulerState
@@ -19,7 +20,9 @@ _NOBODY: IndexArray = np.zeros(0, dtype=np.intp)
 def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, now_ns: int) -> None:
     """Give running requests their next tokens; if blocks run out, rows pause or lose theirs."""
     rows, block_size, most = state.rows, state.limits.block_size, state.limits.max_row_tokens
-    paused = _NOBODY
+    paused, num_groups = _NOBODY, pool.num_groups
+    if pool.has_windows:
+        give_back_unseen(rows, state.journal, pool, block_size)
     while True:
         known = rows.num_tokens + rows.num_pending
         count = np.minimum(known - rows.num_computed, most)
@@ -38,13 +41,13 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
             break
         needed = -(-reached[growing] // block_size) - rows.num_blocks[growing]
         num_needed = int(needed.sum())
-        if num_needed + len(due) <= pool.num_free:
+        if (num_needed + len(due)) * num_groups <= pool.num_free:
             copy_tails(rows, draft, pool, due)
-            _grow(rows, draft, growing, needed, pool.allocate(num_needed))
+            _grow(rows, draft, growing, needed, pool.allocate(num_needed * num_groups), num_groups)
             break
         victim = state.choose_victim(preemptible(state, rows.running), rows, pool, block_size)
         [cost] = state.choose_victim.costs([victim], rows, pool, block_size)
-        late = _latecomers(rows, growing, needed, due, pool.num_free)
+        late = _latecomers(rows, growing, needed, due, pool.num_free // num_groups)
         num_paused = len(paused) + len(late)
         num_running = int(np.count_nonzero(count)) - len(late)
         if num_running and _can_wait(state, late, num_paused, victim, cost):
@@ -68,7 +71,7 @@ def _latecomers(
 ) -> IndexArray:
     """Return the rows that find no block left when the first in order take theirs.
 
-    Some are growing by the blocks they need, some are due to copy one.
+    Some are growing by the blocks they need, some are due to copy one; all that of each group.
     """
     wanted = np.zeros_like(rows.num_blocks)
     wanted[growing] = needed
@@ -103,12 +106,25 @@ def _cut(count: Int32Array, order: IndexArray, budget: int) -> None:
 
 
 def _grow(
-    rows: Rows, draft: StepDraft, growing: IndexArray, needed: Int32Array, blocks: list[BlockId]
+    rows: Rows,
+    draft: StepDraft,
+    growing: IndexArray,
+    needed: Int32Array,
+    blocks: list[BlockId],
+    num_groups: int,
 ) -> None:
-    """Give rows `needed` blocks each. Shapes: growing and needed [G]; blocks: their sum."""
+    """Give rows `needed` columns of blocks each.
+
+    Shapes: growing and needed [G]; blocks: their sum, times the KV groups.
+    """
     rows.num_blocks[growing] += needed
-    gaining = growing if len(blocks) == len(growing) else growing.repeat(needed)
-    for request, block in zip(rows.owners_of(gaining), blocks, strict=True):
-        request.blocks.append(block)
+    gaining = growing if len(blocks) == len(growing) * num_groups else growing.repeat(needed)
+    owners = rows.owners_of(gaining)
+    if num_groups == 1:
+        for request, block in zip(owners, blocks, strict=True):
+            request.blocks.append(block)
+    else:
+        for place, request in enumerate(owners):
+            request.blocks += blocks[place * num_groups : (place + 1) * num_groups]
     draft.appended_rows += gaining.tolist()
     draft.appended_blocks += blocks

@@ -17,9 +17,10 @@ from scheduler_svc.core.step_plan import Int32Array
 
 
 def rows_to_copy(state: SchedulerState, pool: BlockPool, num_new: Int32Array) -> list[int]:
-    """Return the rows whose new tokens would go into a block that others hold too.
+    """Return the rows whose new tokens would go into blocks that others hold too.
 
-    Shape: num_new [all rows]. The last owner of a block is not among them.
+    Shape: num_new [all rows]. The last owner of a block is not among them. Rows share the last
+    blocks of all KV groups, or none: every group sees the block it writes.
     """
     copied = Counter[BlockId]()
     due = []
@@ -34,30 +35,33 @@ def rows_to_copy(state: SchedulerState, pool: BlockPool, num_new: Int32Array) ->
 
 def copy_tails(rows: Rows, draft: StepDraft, pool: BlockPool, due: list[int]) -> None:
     """Give rows blocks of their own in place of the last ones, and plan the copies."""
-    for row, fresh in zip(due, pool.allocate(len(due)), strict=True):
+    num_groups = pool.num_groups
+    granted = pool.allocate(len(due) * num_groups)
+    for place, row in enumerate(due):
         blocks = rows.owner(row).blocks
-        shared = blocks.pop()
-        blocks.append(fresh)
-        pool.release([shared])
+        shared = blocks[-num_groups:]
+        fresh = granted[place * num_groups : (place + 1) * num_groups]
+        blocks[-num_groups:] = fresh
+        pool.release(shared[::-1])
         draft.copies[row] = (shared, fresh)
-        draft.cuts[row] = len(blocks) - 1
+        draft.cuts[row] = int(rows.num_blocks[row]) - 1
         draft.appended_rows.append(row)
-        draft.appended_blocks.append(fresh)
+        draft.appended_blocks += fresh
 
 
 def num_pending_copies(state: SchedulerState, pool: BlockPool) -> int:
-    """Return how many blocks the rows that run will still need for copies."""
+    """Return how many blocks the rows that run will still need for copies, over all groups."""
     tails = {state.rows.owner(row).blocks[-1] for row in state.shared_tails}
     unforked = sum(
         num_copies_after_fork(root, state.limits.block_size)
         for root in state.families.values()
         if root.awaits_fork
     )
-    return unforked + sum(pool.num_users(block) - 1 for block in tails)
+    return (unforked + sum(pool.num_users(block) - 1 for block in tails)) * pool.num_groups
 
 
 def num_copies_after_fork(root: Request, block_size: int) -> int:
-    """Return how many blocks a family will need for copies once it is forked.
+    """Return how many blocks of each group a family will need for copies once it is forked.
 
     None if the prompt fills its last block, or if all end with their first tokens.
     """

@@ -25,6 +25,7 @@ def fork_running(
     They share all blocks of the root. If the root ends at once, its row passes on.
     """
     rows, row = state.rows, state.rows.row_of(root)
+    num_blocks = int(rows.num_blocks[row])
     # Before others share its blocks, or they would name them again.
     state.prefixes.publish_filled(pool)
     state.families.pop(row)
@@ -41,13 +42,13 @@ def fork_running(
         rows.hand_over(root, heir)
         heir.blocks, root.blocks = root.blocks, []
         rows.tokens[row, position] = token = int(tokens[heir.index])
-        state.pending_forks[row] = PendingFork(row, token, len(heir.blocks), is_new=False)
+        state.pending_forks[row] = PendingFork(row, token, num_blocks, is_new=False)
     for child in going[1:]:
         child.blocks = list(going[0].blocks)
         pool.share(child.blocks)
         taken = rows.fork(child, row)
         rows.tokens[taken, position] = token = int(tokens[child.index])
-        state.pending_forks[taken] = PendingFork(row, token, len(child.blocks), is_new=True)
+        state.pending_forks[taken] = PendingFork(row, token, num_blocks, is_new=True)
     if len(going) > 1 and root.num_prompt_tokens % state.limits.block_size:
         state.shared_tails.update(rows.row_of(member) for member in going)
     for member, reason in ended:

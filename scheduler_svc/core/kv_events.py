@@ -30,12 +30,16 @@ class BlocksStored:
     adapter: str
     """Name of the request's adapter. Empty: none."""
 
+    group: int = 0
+    """KV group of the blocks."""
+
 
 @dataclass(frozen=True, slots=True)
 class BlockRemoved:
-    """A name that no block has any more."""
+    """A name that no block of a KV group has any more."""
 
     name: BlockHash
+    group: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,7 @@ class KvEventLog:
         tokens: memoryview,
         block_size: int,
         adapter: str,
+        group: int = 0,
     ) -> None:
         """Tell of those of a request's blocks that are new, by their ascending places.
 
@@ -86,6 +91,7 @@ class KvEventLog:
                     tokens[first * block_size : last * block_size].tobytes(),
                     block_size,
                     adapter,
+                    group,
                 )
             )
             begin = end

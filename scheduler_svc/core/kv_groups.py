@@ -18,6 +18,11 @@ class KvGroup:
     chunk: int = 0
     """A token sees those of its own chunk of so many. 0: no chunks."""
 
+    @property
+    def sees_all(self) -> bool:
+        """A token sees all before it."""
+        return not self.window and not self.chunk
+
     def first_seen(self, position: int) -> int:
         """Return the first position that the token at `position` sees."""
         if self.window:

@@ -3,6 +3,7 @@
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
 from scheduler_svc.core.kv_events import CacheCleared, KvEventLog
+from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.pins import Pins
 from scheduler_svc.core.residency import Residency
 
@@ -30,11 +31,11 @@ class KvMemory:
         self.events = events
         self.pins = Pins()
 
-    def new_pool(self, num_blocks: int) -> BlockPool:
+    def new_pool(self, num_blocks: int, groups: tuple[KvGroup, ...] = FULL_ATTENTION) -> BlockPool:
         """Return a pool of `num_blocks` usable blocks, all empty; the one before is forgotten."""
         self.pins.start_pool(int(self._max_pinned_share * num_blocks))
         if self.residency is not None:
             self.residency.clear()
         if self.events is not None:
             self.events.add(CacheCleared())
-        return BlockPool(num_blocks, self._eviction, self.residency, self.pins, self.events)
+        return BlockPool(num_blocks, self._eviction, self.residency, self.pins, self.events, groups)

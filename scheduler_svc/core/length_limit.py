@@ -1,5 +1,7 @@
 """How long a request may become: by its own word, by the model, and by the pool."""
 
+from bisect import bisect_right
+
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.errors import InvalidRequestError, NeverFitsError
 from scheduler_svc.core.limits import Limits
@@ -30,7 +32,11 @@ def length_limit(request: Request, limits: Limits, pool: BlockPool | None) -> in
         return longest if wanted is None else prompt + wanted
     # The last token is sampled, but never stored.
     width = request.width if request.awaits_fork or request.beam else 1
-    slots = num_slots(prompt, width, limits.block_size, pool.num_unpinnable)
+    if request.beam is not None:
+        # Beams that come back take whole tables, windows or not.
+        slots = num_slots(prompt, width, limits.block_size, pool.num_unpinnable // pool.num_groups)
+    else:
+        slots = _slots_of_groups(prompt, width, limits, pool)
     # A smaller pool than before may not hold what an open end has come to.
     known = request.num_tokens
     if wanted is None and known <= slots:
@@ -40,8 +46,8 @@ def length_limit(request: Request, limits: Limits, pool: BlockPool | None) -> in
         family = f" for each of {width} sequences that share the prompt" if width > 1 else ""
         raise NeverFitsError(
             "prompt",
-            f"prompt of {prompt} tokens and max_tokens of {needed - prompt + 1} need {needed} slots of "
-            f"KV memory{family}, {_what_has(pool)} {slots}",
+            f"prompt of {prompt} tokens and max_tokens of {needed - prompt + 1} need {needed} "
+            f"slots of KV memory{family}, {_what_has(pool)} {slots}",
         )
     return needed + 1
 
@@ -73,6 +79,28 @@ def num_slots(num_prompt_tokens: int, width: int, block_size: int, num_blocks: i
     if own == 0 and -(-num_prompt_tokens // block_size) <= num_blocks:
         return num_prompt_tokens
     return (shared + own) * block_size
+
+
+def _slots_of_groups(num_prompt_tokens: int, width: int, limits: Limits, pool: BlockPool) -> int:
+    """Return as `num_slots` does, for the KV groups of a pool. Windows bound what a row holds."""
+    groups, block_size = pool.groups, limits.block_size
+    num_blocks = pool.num_unpinnable
+    if all(group.sees_all for group in groups):
+        return num_slots(num_prompt_tokens, width, block_size, num_blocks // len(groups))
+
+    def needs(num_tokens: int) -> int:
+        whole = -(-num_tokens // block_size)
+        shared = num_prompt_tokens // block_size if num_tokens > num_prompt_tokens else whole
+        return sum(
+            min(
+                shared + width * (whole - shared),
+                (width if whole > shared else 1)
+                * group.most_blocks(num_tokens, limits.max_step_row_tokens, block_size),
+            )
+            for group in groups
+        )
+
+    return bisect_right(range(1, limits.max_model_len + 1), num_blocks, key=needs)
 
 
 def _what_has(pool: BlockPool) -> str:

@@ -49,3 +49,8 @@ class Limits:
     def max_row_tokens(self) -> int:
         """Most tokens of one request in a step."""
         return self.long_prefill_token_threshold or self.max_num_batched_tokens
+
+    @property
+    def max_step_row_tokens(self) -> int:
+        """Most tokens that one row can ever run in a step."""
+        return min(self.max_row_tokens, self.max_num_batched_tokens)

@@ -5,15 +5,17 @@ the step that writes it has answered, the name rests on the journal.
 """
 
 from array import array
-from itertools import takewhile
+from collections.abc import Sequence
 
 import numpy as np
 
 from scheduler_svc.core.block_hash import BlockHash, Chain, ExtraKeys, HashAlgorithm
 from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId
+from scheduler_svc.core.group_blocks import without_unseen
 from scheduler_svc.core.hit_rate import HitRateWindow
 from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.kv_groups import longest_common_hit
 from scheduler_svc.core.request import MissReason, Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_plan import IndexArray, Int32Array
@@ -47,7 +49,7 @@ class PrefixCache:
         return changed
 
     def find(self, request: Request, pool: BlockPool) -> list[BlockId]:
-        """Return the blocks that hold a waiting request's prefix.
+        """Return the blocks that hold a waiting request's prefix, column by column.
 
         At least one token is left to run, since only a run gives logits.
         """
@@ -56,21 +58,37 @@ class PrefixCache:
         self._extend_hashes(request, memoryview(request.tokens), request.num_tokens)
         if not request.read_cache:
             return []
-        hits = []
-        for name in request.hashes[: (request.num_tokens - 1) // self._block_size]:
+        return self._find(request.hashes[: (request.num_tokens - 1) // self._block_size], pool)
+
+    def find_prefix(self, tokens: "array[int]", extra: ExtraKeys, pool: BlockPool) -> list[BlockId]:
+        """Return the blocks that hold leading whole blocks of some tokens, none of them null."""
+        names = self._algorithm.hash_full_blocks(
+            memoryview(tokens), self._block_size, self._root, extra
+        )
+        return [block for block in self._find(names, pool) if block != NULL_BLOCK]
+
+    def _find(self, names: Sequence[BlockHash], pool: BlockPool) -> list[BlockId]:
+        """Return columns of the longest prefix that all KV groups can go on behind."""
+        groups, hits = pool.groups, []
+        if len(groups) > 1 or not groups[0].sees_all:
+            length = longest_common_hit(
+                groups,
+                lambda group, place: pool.lookup(names[place], group) is not None,
+                len(names),
+                self._block_size,
+            )
+            found = [
+                pool.lookup(name, group) or NULL_BLOCK
+                for name in names[:length]
+                for group in range(len(groups))
+            ]
+            return without_unseen(found, groups, self._block_size)
+        for name in names:
             block = pool.lookup(name)
             if block is None:
                 break
             hits.append(block)
         return hits
-
-    def find_prefix(self, tokens: "array[int]", extra: ExtraKeys, pool: BlockPool) -> list[BlockId]:
-        """Return the blocks that hold the leading whole blocks of some tokens."""
-        names = self._algorithm.hash_full_blocks(
-            memoryview(tokens), self._block_size, self._root, extra
-        )
-        found = takewhile(lambda block: block is not None, map(pool.lookup, names))
-        return [block for block in found if block is not None]
 
     def miss_reason(self, request: Request, num_hits: int, pool: BlockPool) -> MissReason:
         """Return why `find` gave a request no more than `num_hits` blocks."""
@@ -80,10 +98,12 @@ class PrefixCache:
             return MissReason.NOT_READ
         if num_hits == len(request.hashes):
             return MissReason.TAIL
-        name = request.hashes[num_hits]
-        if pool.lookup(name) is not None:
-            return MissReason.LAST_TOKEN
-        return MissReason.EVICTED if pool.was_evicted(name) else MissReason.UNSEEN
+        for name in request.hashes[num_hits:]:
+            lacking = [g for g in range(pool.num_groups) if pool.lookup(name, g) is None]
+            if lacking:
+                evicted = any(pool.was_evicted(name, group) for group in lacking)
+                return MissReason.EVICTED if evicted else MissReason.UNSEEN
+        return MissReason.LAST_TOKEN
 
     def names(self, request: Request) -> list[BlockHash]:
         """Return the names of the full blocks a request had when it last waited, from the first.
@@ -122,8 +142,13 @@ class PrefixCache:
         rows.num_published[grown] = full
         self._hash_filled(grown, requests, full)
         published: list[tuple[int, BlockId]] = []
+        one_table = pool.num_groups == 1
         for row, request, first, end in zip(grown.tolist(), requests, firsts, ends, strict=True):
-            published += self._publish(row, request, first, end, pool)
+            if one_table:
+                blocks = request.blocks
+                published += self._publish_table(row, request, blocks, first, end, pool)
+            else:
+                published += self._publish(row, request, first, end, pool)
         self._journal.note_published(published)
 
     def _hash_filled(self, grown: IndexArray, requests: list[Request], full: Int32Array) -> None:
@@ -152,13 +177,34 @@ class PrefixCache:
     def _publish(
         self, row: int, request: Request, first: int, end: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
-        """Name a row's blocks [first, end), whose hashes are known; tell of new names."""
-        blocks, names = request.blocks, request.hashes
+        """Name a row's columns [first, end), whose hashes are known; tell of new names."""
+        num_groups = pool.num_groups
+        if num_groups == 1:
+            return self._publish_table(row, request, request.blocks, first, end, pool)
+        published = []
+        for group in range(num_groups):
+            table = request.blocks[group::num_groups]
+            published += self._publish_table(row, request, table, first, end, pool, group)
+        return published
+
+    def _publish_table(
+        self,
+        row: int,
+        request: Request,
+        table: list[BlockId],
+        first: int,
+        end: int,
+        pool: BlockPool,
+        group: int = 0,
+    ) -> list[tuple[int, BlockId]]:
+        names = request.hashes
         fresh, published = [], []
         for i in range(first, end):
-            block = blocks[i]
+            block = table[i]
+            if block == NULL_BLOCK:
+                continue
             published.append((row, block))
-            if pool.publish(block, names[i]):
+            if pool.publish(block, names[i], group):
                 fresh.append(i)
         if fresh and pool.events is not None:
             adapter = request.extra.adapter
@@ -168,6 +214,7 @@ class PrefixCache:
                 memoryview(self._rows.tokens[row]),
                 self._block_size,
                 adapter.name if adapter else "",
+                group,
             )
         return published
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import NamedTuple
 
-from scheduler_svc.core.block_hash import BlockHash, ExtraKeys
+from scheduler_svc.core.block_hash import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from scheduler_svc.core.free_block_queue import BlockId
 
 
@@ -224,7 +224,7 @@ class Request:
         self.num_prompt_tokens = len(prompt)
         self.sampling = sampling
         self.stopping = stopping
-        self.extra = extra or ExtraKeys()
+        self.extra = extra or NO_EXTRA_KEYS
         self.read_cache = read_cache
         self.priority = priority
         """Lower goes first."""
@@ -260,7 +260,7 @@ class Request:
         self.row: int | None = None
         """Its row while it runs."""
         self.blocks: list[BlockId] = []
-        """Its block table while it runs."""
+        """Its block tables while it runs, column by column: see `group_blocks`."""
         self.hashes: list[BlockHash] = []
         """Names of its full blocks, as far as they were needed."""
         self.num_pending_tokens = 0

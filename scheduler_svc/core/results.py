@@ -6,7 +6,8 @@ from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.ending import note_stop_id, reason_to_end
 from scheduler_svc.core.family_results import FamilyTokens, apply_families, split_result
-from scheduler_svc.core.journal import FlyingStep
+from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId
+from scheduler_svc.core.journal import FlyingStep, GivenBack
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_plan import IndexArray, Int32Array, StepOutcome, StepResult
@@ -139,16 +140,59 @@ def _fail_row(
     if step.ran_for(row, int(state.rows.generation[row])):
         request = state.rows.owner(row)
         for each in request.family if request.root.beam else (request,):
-            tainted.update(each.blocks[each.admitted_tokens // state.limits.block_size :])
+            tainted.update(_written_by(each, state.limits.block_size, pool))
+    tainted.discard(NULL_BLOCK)
     if request is not None and request.root.beam is not None:
         request = request.root
     if request is not None and request.finish_reason is None:
         request.error = reason
         request.last_step_id = step.step_id
         outcome.finished.extend(end(state, request, FinishReason.ERROR, now_ns))
-    for block in tainted:
-        pool.retract(block)
-    for other in reversed(list(state.rows.running)):
-        if other.row is not None and not tainted.isdisjoint(other.blocks):
-            # What it sampled from these blocks, here and in later steps, is in doubt too.
-            preempt(state, other, now_ns, keep_in_flight=False)
+    if tainted:
+        in_doubt = _spread_doubt(state, step, tainted, pool)
+        for block in tainted:
+            pool.retract(block)
+        for other in reversed(in_doubt):
+            if other.row is not None:
+                # What it sampled from these blocks, here and in later steps, is in doubt too.
+                preempt(state, other, now_ns, keep_in_flight=False)
+
+
+def _spread_doubt(
+    state: SchedulerState, step: FlyingStep, tainted: set[BlockId], pool: BlockPool
+) -> list[Request]:
+    """Add the blocks that were computed from tainted ones; return the rows that read them.
+
+    Of a row that has changed hands nobody knows any more what it read: what it named in this
+    step, or in one behind it, is added too.
+    """
+    rows = state.rows
+    for flying in (step, *state.journal):
+        tainted.update(
+            block
+            for row, block in flying.published
+            if not flying.ran_for(row, int(rows.generation[row]))
+        )
+    in_doubt: list[Request] = []
+    clear = list(rows.running)
+    gone = [each for flying in (step, *state.journal) for each in flying.given_back]
+    while reading := [each for each in clear if _has_read(each, tainted, gone)]:
+        in_doubt += reading
+        clear = [each for each in clear if each not in reading]
+        for each in reading:
+            tainted.update(_written_by(each, state.limits.block_size, pool))
+            tainted.update(gift.block for gift in gone if gift.is_own and gift.giver is each)
+        tainted.discard(NULL_BLOCK)
+    return sorted(in_doubt, key=lambda each: each.precedence)
+
+
+def _written_by(request: Request, block_size: int, pool: BlockPool) -> list[BlockId]:
+    """Return what a request holds behind its hits, null blocks among it."""
+    return request.blocks[request.admitted_tokens // block_size * pool.num_groups :]
+
+
+def _has_read(request: Request, tainted: set[BlockId], gone: list[GivenBack]) -> bool:
+    """Whether a request holds a tainted block, or gave one back while it was unconfirmed."""
+    return not tainted.isdisjoint(request.blocks) or any(
+        gift.giver is request and gift.block in tainted for gift in gone
+    )

@@ -33,8 +33,8 @@ class Rows:
         num_computed       [R]     tokens with keys and values, planned steps included
         num_last_new       [R]     tokens the row ran in the latest plan; 0: it did not run, or
                                    is admitted in the plan being made
-        num_blocks         [R]     blocks held
-        num_published      [R]     of these, blocks that have a name
+        num_blocks         [R]     columns of the block tables: blocks in each KV group
+        num_published      [R]     of these, columns whose blocks have a name
         limit              [R]     tokens at which the request ends
         first_stop         [R]     num_tokens from which stop ids count
         stop_ids           [R, K]  ids that end the row, padded with -1
@@ -146,8 +146,8 @@ class Rows:
         requests: list[Request] = self.owners[rows].tolist()
         return requests
 
-    def take(self, request: Request, num_computed: int) -> int:
-        """Give a request the lowest free row, with its tokens and `request.blocks`."""
+    def take(self, request: Request, num_computed: int, num_blocks: int) -> int:
+        """Give a request the lowest free row, with its tokens and so many columns of blocks."""
         row = heappop(self._free)
         num_tokens = len(request.tokens)
         self.tokens[row, :num_tokens] = np.frombuffer(request.tokens, dtype=np.int32)
@@ -155,7 +155,7 @@ class Rows:
         self.num_tokens[row] = num_tokens
         self.num_pending[row] = 0
         self.num_computed[row] = num_computed
-        self.num_blocks[row] = len(request.blocks)
+        self.num_blocks[row] = num_blocks
         self.num_published[row] = 0
         self.limit[row] = request.limit
         self.account[row] = request.account or 0

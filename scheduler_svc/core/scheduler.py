@@ -18,6 +18,7 @@ from scheduler_svc.core.errors import (
 )
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.length_limit import check_width, length_limit
 from scheduler_svc.core.limits import Limits
@@ -126,41 +127,35 @@ class Scheduler:
 
     # The worker group's life.
 
-    def start_epoch(self, num_blocks: int, root: BlockHash, now_ns: int) -> list[Request]:
+    def start_epoch(
+        self,
+        num_blocks: int,
+        root: BlockHash,
+        now_ns: int,
+        groups: tuple[KvGroup, ...] = FULL_ATTENTION,
+    ) -> list[Request]:
         """Take a worker group whose cache of `num_blocks` usable blocks is empty.
 
-        Returns: the requests that ended, since they fit this pool no more: with an error, or
-            at their present length if nobody had asked for a greater one.
+        `groups` are the KV groups of its model, at least one.
+
+        Returns: the requests that ended with an error, since they fit this pool no more.
         """
         state = self._state
         self.lose_worker(now_ns)
-        state.pool = self._memory.new_pool(num_blocks)
+        state.pool = self._memory.new_pool(num_blocks, groups)
         if state.prefixes.set_root(root):
             for request in state.waiting:
                 for each in request.family:
                     each.hashes = []
+        unfit = []
+        for request in list(state.waiting):
+            try:
+                request.limit = length_limit(request, state.limits, state.pool)
+            except NeverFitsError as error:
+                request.error = str(error)
+                unfit += end(state, request, FinishReason.ERROR, now_ns)
         state.connected = True
-        return [
-            ended for request in list(state.waiting) for ended in self._end_unfit(request, now_ns)
-        ]
-
-    def _end_unfit(self, request: Request, now_ns: int) -> list[Request]:
-        """End a waiting request, and who ends with it, if the pool is too small for it now."""
-        state = self._state
-        try:
-            request.limit = length_limit(request, state.limits, state.pool)
-        except NeverFitsError as error:
-            request.error = str(error)
-        if request.num_tokens >= request.limit and request.beam is not None:
-            request.error = (
-                f"each beam has {request.num_tokens} tokens, the pool that came back holds "
-                f"{request.limit - 1}"
-            )
-        if request.error:
-            return end(state, request, FinishReason.ERROR, now_ns)
-        if request.num_tokens >= request.limit:
-            return end(state, request, FinishReason.LENGTH, now_ns)
-        return []
+        return unfit
 
     def rejoin(self, now_ns: int) -> None:
         """Take the same workers back after their connection was lost, with their cache."""

@@ -22,7 +22,8 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
     exceptions = _find_exceptions(rows, count)
     rows.num_computed += count
     state.waiting.charge_rows(rows.account, count)
-    admitted = tuple(map(_describe, repeat(state), draft.admitted, draft.admitted_num_new))
+    groups = repeat(pool.num_groups)
+    admitted = tuple(map(_describe, repeat(state), draft.admitted, draft.admitted_num_new, groups))
     for row in admitted:
         count[row.row] = row.num_new_tokens
     rows.num_last_new = count
@@ -62,8 +63,11 @@ def _find_exceptions(rows: Rows, count: Int32Array) -> tuple[Int32Array, Int32Ar
     return odd.astype(np.int32), rows.num_computed[odd], count[odd]
 
 
-def _describe(state: SchedulerState, request: Request, num_new: int) -> AdmittedRow:
+def _describe(
+    state: SchedulerState, request: Request, num_new: int, num_groups: int
+) -> AdmittedRow:
     beam = request.root.beam
+    tables = np.array(request.blocks, dtype=np.int32).reshape(-1, num_groups)
     return AdmittedRow(
         row=state.rows.row_of(request),
         request_id=request.request_id,
@@ -71,7 +75,7 @@ def _describe(state: SchedulerState, request: Request, num_new: int) -> Admitted
         num_prompt_tokens=request.num_prompt_tokens,
         num_computed_tokens=request.admitted_tokens,
         num_new_tokens=num_new,
-        block_tables=(np.array(request.blocks, dtype=np.int32),),
+        block_tables=tuple(tables.T),
         sampling=request.sampling,
         sequence_index=request.index,
         num_samples=request.num_samples,

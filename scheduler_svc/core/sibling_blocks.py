@@ -8,7 +8,9 @@ import numpy as np
 
 from scheduler_svc.core.beam_rows import plan_lanes
 from scheduler_svc.core.block_pool import BlockPool
-from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId
+from scheduler_svc.core.group_blocks import without_unseen
+from scheduler_svc.core.kv_groups import longest_common_hit
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_draft import StepDraft
@@ -18,7 +20,7 @@ from scheduler_svc.core.step_plan import Int32Array
 def find_blocks(
     state: SchedulerState, request: Request, draft: StepDraft, pool: BlockPool
 ) -> list[BlockId]:
-    """Return full blocks that hold a waiting request's prefix: by name, or of a sibling.
+    """Return columns of blocks that hold a waiting request's prefix: by name, or of a sibling.
 
     At least one token is left to run.
     """
@@ -32,17 +34,32 @@ def find_blocks(
     for sibling in request.root.family:
         if sibling.row is not None:
             num_full = _num_common(state, sibling.row, known, draft) // state.limits.block_size
-            if num_full > len(hits):
-                hits = sibling.blocks[:num_full]
+            if num_full * pool.num_groups > len(hits):
+                found = _lent(sibling, num_full, pool, state.limits.block_size)
+                hits = max(hits, found, key=len)
     return hits
 
 
-def note_borrowed(state: SchedulerState, request: Request, draft: StepDraft, num_hit: int) -> None:
+def _lent(sibling: Request, num_full: int, pool: BlockPool, block_size: int) -> list[BlockId]:
+    """Return the columns behind which a request can go on, of the first of a sibling's."""
+    blocks, groups = sibling.blocks, pool.groups
+    length = longest_common_hit(
+        groups,
+        lambda group, place: blocks[place * len(groups) + group] != NULL_BLOCK,
+        num_full,
+        block_size,
+    )
+    return without_unseen(blocks[: length * len(groups)], groups, block_size)
+
+
+def note_borrowed(
+    state: SchedulerState, request: Request, draft: StepDraft, hits: list[BlockId]
+) -> None:
     """Let the steps in flight that may write a request's hits answer for them.
 
     Blocks of siblings need no name to be shared, so no other journal entry tells who writes them.
     """
-    borrowed = set(request.blocks[:num_hit])
+    borrowed = {block for block in hits if block != NULL_BLOCK}
     for sibling in request.root.family:
         if sibling.row is None or sibling is request or borrowed.isdisjoint(sibling.blocks):
             continue

@@ -3,6 +3,8 @@
 from collections.abc import Iterator
 from itertools import islice
 
+from scheduler_svc.core.free_block_queue import NULL_BLOCK
+from scheduler_svc.core.group_blocks import num_wanted
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import SchedulerState
 
@@ -65,7 +67,7 @@ def _row(state: SchedulerState, request: Request) -> str:
     return (
         f"row {row}, {rows.num_tokens[row]} tokens known, {rows.num_pending[row]} pending, "
         f"{rows.num_computed[row]} computed, ends at {rows.limit[row]}, "
-        f"{len(request.blocks)} blocks"
+        f"{sum(block != NULL_BLOCK for block in request.blocks)} blocks"
     )
 
 
@@ -79,8 +81,10 @@ def _lack(state: SchedulerState, request: Request) -> str:
     if (pool := state.pool) is not None:
         # The watermark of a resumed request counts only beside others.
         spare = int(state.limits.watermark * pool.num_blocks) if request.num_preemptions else 0
-        hits = len(state.prefixes.find(request, pool))
-        wanted = -(-request.num_tokens // state.limits.block_size) - hits + spare
+        # Hits are there, be they idle or not: what it lacks is beside them.
+        hits = state.prefixes.find(request, pool)
+        wanted = num_wanted(request.num_tokens, hits, state.limits, pool)
+        wanted += spare - pool.count_idle(hits)
         if wanted > pool.num_free:
             lacks.append(f"{wanted - pool.num_free} of {wanted} blocks")
     lacking = " and ".join(lacks) or "nothing but its turn"

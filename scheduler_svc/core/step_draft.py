@@ -30,13 +30,13 @@ class StepDraft:
     """[all rows] Tokens that rows run which were running before; 0 for none."""
 
     appended_rows: list[int] = field(default_factory=list)
-    """One row per appended block …"""
+    """One row per column of blocks that is appended …"""
 
     appended_blocks: list[BlockId] = field(default_factory=list)
-    """… and the block."""
+    """… and the blocks of each column, one of each KV group."""
 
-    copies: dict[int, tuple[BlockId, BlockId]] = field(default_factory=dict)
-    """Source and destination of the block that a row gets a copy of …"""
+    copies: dict[int, tuple[list[BlockId], list[BlockId]]] = field(default_factory=dict)
+    """Sources and destinations of the column that a row gets copies of …"""
 
     cuts: dict[int, int] = field(default_factory=dict)
     """… and how many blocks of its table it keeps before it."""
@@ -68,13 +68,15 @@ class StepDraft:
         self.num_new[row] = 0
         self.copies.pop(row, None)
         self.cuts.pop(row, None)
-        appended = [
-            (other, block)
-            for other, block in zip(self.appended_rows, self.appended_blocks, strict=True)
-            if other != row
-        ]
-        self.appended_rows = [other for other, _ in appended]
-        self.appended_blocks = [block for _, block in appended]
+        if row in self.appended_rows:
+            kept = [other != row for other in self.appended_rows]
+            num_groups = len(self.appended_blocks) // len(kept)
+            self.appended_rows = [other for other in self.appended_rows if other != row]
+            self.appended_blocks = [
+                block
+                for place, block in enumerate(self.appended_blocks)
+                if kept[place // num_groups]
+            ]
 
     def add(self, request: Request, num_new: int) -> None:
         """Let an admitted request run some tokens."""
@@ -107,15 +109,16 @@ class StepDraft:
         """Return the finished plan."""
         sources, destinations = EMPTY, EMPTY
         if self.copies:
-            sources, destinations = np.array([*self.copies.values()], dtype=np.int32).T
+            pairs = np.array([*self.copies.values()], dtype=np.int32)  # [rows, 2, groups]
+            sources, destinations = pairs[:, 0].ravel(), pairs[:, 1].ravel()
         appended: tuple[AppendedBlocks, ...] = ()
         if self.appended_rows:
-            appended = (
-                AppendedBlocks(
-                    0,
-                    np.array(self.appended_rows, dtype=np.int32),
-                    np.array(self.appended_blocks, dtype=np.int32),
-                ),
+            rows = np.array(self.appended_rows, dtype=np.int32)
+            blocks = np.array(self.appended_blocks, dtype=np.int32)
+            num_groups = len(blocks) // len(rows)
+            appended = tuple(
+                AppendedBlocks(group, rows, blocks[group::num_groups])
+                for group in range(num_groups)
             )
         return StepPlan(
             step_id=step_id,

@@ -91,9 +91,10 @@ class TaggedHash:
         names = []
         contents = iter_unpack(f"{width}s", tokens)
         for (content,), (parent, extra, start) in zip(contents, chains, strict=True):
-            keys = extra.of_block(start, start + block_size)
             text = parent + tag + content
-            names.append(function(text + _encode(keys) if keys else text).digest())
+            if extra is not NO_EXTRA_KEYS:
+                text += _encode(extra.of_block(start, start + block_size))
+            names.append(function(text).digest())
         return cast(list[BlockHash], names)
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.free_block_queue import NULL_BLOCK
+from scheduler_svc.core.group_blocks import num_shared_columns
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
 
@@ -94,12 +96,14 @@ def _first(
 def _cost(request: Request, num_computed: int, pool: BlockPool, block_size: int) -> int:
     """Return the tokens to compute again; beams leave together, so theirs are added up."""
     if request.beam is not None:
-        return len({block for lane in request.family for block in lane.blocks}) * block_size
-    return num_computed - pool.num_shared(request.blocks) * block_size
+        held = {block for lane in request.family for block in lane.blocks if block != NULL_BLOCK}
+        return len(held) * block_size // pool.num_groups
+    return num_computed - num_shared_columns(request.blocks, pool) * block_size
 
 
 def _frees_nothing(request: Request, pool: BlockPool) -> bool:
-    return request.beam is None and pool.num_shared(request.blocks) == len(request.blocks)
+    num_shared = num_shared_columns(request.blocks, pool) * pool.num_groups
+    return request.beam is None and num_shared == len(request.blocks)
 
 
 def _is_protected(request: Request, rows: Rows) -> bool:

@@ -200,7 +200,8 @@ class Engine:
         if event.kept_cache:
             self._scheduler.rejoin(now_ns)
             return
-        for request in self._scheduler.start_epoch(event.num_blocks, event.root, now_ns):
+        unfit = self._scheduler.start_epoch(event.num_blocks, event.root, now_ns, event.kv_groups)
+        for request in unfit:
             self._piles[request].stream.end_finished()
 
     def _lose_group(self) -> asyncio.TimerHandle:

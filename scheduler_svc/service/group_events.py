@@ -7,6 +7,7 @@ from typing import TypeAlias
 
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.errors import InvariantError
+from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.service.worker_wire import StepAnswer
 
 
@@ -24,6 +25,9 @@ class GroupReady:
 
     kept_cache: bool
     """True: the same processes came back with the blocks they had. False: it is empty."""
+
+    kv_groups: tuple[KvGroup, ...] = FULL_ATTENTION
+    """Of the model, in order."""
 
 
 @dataclass(frozen=True, slots=True)

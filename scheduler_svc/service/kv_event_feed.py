@@ -43,7 +43,7 @@ class KvEventFeed:
         self._first_number = first_number
         self.next_number = first_number
         """Number of the event that comes next."""
-        self._stored: dict[BlockHash, BlocksStored] = {}
+        self._stored: dict[tuple[int, BlockHash], BlocksStored] = {}
         self._changed = asyncio.Event()
 
     @property
@@ -105,12 +105,12 @@ class KvEventFeed:
                 parent, size = event.parent, 4 * event.block_size
                 for place, name in enumerate(event.names):
                     tokens = event.token_ids[place * size : (place + 1) * size]
-                    self._stored[name] = BlocksStored(
-                        (name,), parent, tokens, event.block_size, event.adapter
+                    self._stored[event.group, name] = BlocksStored(
+                        (name,), parent, tokens, event.block_size, event.adapter, event.group
                     )
                     parent = name
-            case BlockRemoved(name=name):
-                self._stored.pop(name, None)
+            case BlockRemoved(name=name, group=group):
+                self._stored.pop((group, name), None)
             case CacheCleared():
                 self._stored.clear()
 

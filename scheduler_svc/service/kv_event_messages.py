@@ -31,8 +31,9 @@ def _event(event: kv_events.KvEvent) -> KvEvent:
                 block_size=event.block_size,
                 adapter=event.adapter,
             )
-            return KvEvent(medium=_MEDIUM, stored=stored)
+            return KvEvent(medium=_MEDIUM, group=event.group, stored=stored)
         case kv_events.BlockRemoved():
-            return KvEvent(medium=_MEDIUM, removed=BlocksRemoved(block_hashes=[event.name]))
+            removed = BlocksRemoved(block_hashes=[event.name])
+            return KvEvent(medium=_MEDIUM, group=event.group, removed=removed)
         case kv_events.CacheCleared():
             return KvEvent(medium=_MEDIUM, cleared=True)

@@ -11,6 +11,7 @@ import structlog
 from pagemill.v1 import worker_pb2
 from scheduler_svc.core.block_hash import HashAlgorithm, PoolIdentity
 from scheduler_svc.core.hash_algorithms import SHA256
+from scheduler_svc.core.kv_groups import KvGroup
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.engine_door import GroupState
 from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
@@ -21,6 +22,10 @@ PROTOCOL_VERSION = 1
 
 MAX_BLOCKS = 2**24
 """Most usable blocks of a group: the pool keeps some 100 bytes for each."""
+
+
+MAX_KV_GROUPS = 64
+"""More than any model has: each costs every step a look at every row."""
 
 
 class JoinRefusedError(Exception):
@@ -196,7 +201,10 @@ class WorkerGroup:
             layout=_layout(link.model.kv_groups),
         )
         root = self._hash_algorithm.root(self._hash_seed, pool)
-        self._mailbox.post(GroupReady(self._epoch_number, ready.num_blocks, root, kept_cache))
+        kv_groups = tuple(KvGroup(window=g.sliding_window) for g in link.model.kv_groups)
+        self._mailbox.post(
+            GroupReady(self._epoch_number, ready.num_blocks, root, kept_cache, kv_groups)
+        )
         self._log.info(
             "worker group ready",
             epoch=self._epoch_number,
@@ -235,6 +243,13 @@ class WorkerGroup:
         _require("devices", len(hello.devices), len(hello.devices) >= 1, "at least 1")
         if terms.vocab_size:
             _require_equal("vocab_size", model.vocab_size, terms.vocab_size)
+        num_kv_groups = len(model.kv_groups)
+        _require(
+            "the number of kv_groups",
+            num_kv_groups,
+            1 <= num_kv_groups <= MAX_KV_GROUPS,
+            f"1 to {MAX_KV_GROUPS}",
+        )
         _require(
             "max_position_embeddings",
             model.max_position_embeddings,

@@ -49,6 +49,8 @@ def _object(options: Options, report: Report, cost: StepCost, wall_s: float) -> 
         "lengths": options.lengths,
         "trace": None if options.trace is None else str(options.trace),
         "block_size": options.block_size,
+        "n": options.n,
+        "beam_width": options.beam_width,
         "slots": options.slots,
         "seed": options.seed,
         **asdict(report),
@@ -65,17 +67,20 @@ def _table(options: Options, report: Report, wall_s: float) -> Iterator[str]:
 
 def _lines(options: Options, report: Report, wall_s: float) -> Iterator[tuple[str, str]]:
     memory = f", blocks of {options.block_size}" if options.allocator == "paged" else ""
+    several = f" of {options.n} sequences" if options.n > 1 else ""
+    several = f" of {options.beam_width} beams" if options.beam_width else several
     yield "allocator", f"{options.allocator}, {options.slots} slots{memory}"
-    ended = f"{report.requests} of {options.lengths or options.trace}"
+    ended = f"{report.requests} of {options.lengths or options.trace}{several}"
     yield "requests", ended + (f", {report.refused} refused" if report.refused else "")
     published = f" (published: {_PUBLISHED[options.allocator]:.1%})"
-    is_figure = options.lengths == "sharegpt"
+    is_figure = options.lengths == "sharegpt" and not several
     yield "utilisation of pool", f"{report.utilisation_of_pool:.1%}{published * is_figure}"
     yield "utilisation of allocated", f"{report.utilisation_of_allocated:.1%}"
     yield "mean batch", f"{report.mean_batch:.2f}"
     yield "blocks saved by sharing", f"{report.blocks_saved_share:.1%}"
     yield "prefix hit rate", f"{report.hit_rate:.1%}"
     yield "preemptions", f"{report.preemptions}, {report.recomputed_tokens} tokens recomputed"
+    yield "pauses", f"{report.pauses} rows for a step each"
     yield "time to first token", _percentiles(report.ttft_s)
     yield "time between tokens", _percentiles(report.itl_s)
     yield "throughput", f"{report.generation_tokens_per_s:.1f} generated tokens/s"

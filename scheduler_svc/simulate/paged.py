@@ -1,14 +1,17 @@
 """The real core driven through a load in virtual time."""
 
+from array import array
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from scheduler_svc.core.block_hash import PoolIdentity
 from scheduler_svc.core.errors import InvalidRequestError, InvariantError
+from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
 from scheduler_svc.core.hash_algorithms import SHA256
+from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.request import Request, Sampling, Stopping
+from scheduler_svc.core.request import BeamOptions, Request, Sampling, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepOutcome, StepResult
 from scheduler_svc.core.victims import VictimPolicy, cheapest
@@ -43,30 +46,27 @@ class PagedReplay:
         chunk_tokens: int,
         enable_prefix_caching: bool = True,
         choose_victim: VictimPolicy = cheapest,
+        eviction: EvictionPolicyMaker = LruEviction,
     ) -> None:
         """Take a load in order of arrival; of `slots`, those that make whole blocks are used."""
         self._slots = slots
         self._block_size = limits.block_size
         self._cost = cost
         self._scheduler = Scheduler(
-            limits, enable_prefix_caching=enable_prefix_caching, choose_victim=choose_victim
+            limits,
+            enable_prefix_caching=enable_prefix_caching,
+            choose_victim=choose_victim,
+            memory=KvMemory(eviction),
         )
         root = SHA256.root("", PoolIdentity("", "", limits.block_size, ""))
         self._scheduler.start_epoch(slots // limits.block_size, root, 0)
         self._coming = [
-            Request(
-                str(number),
-                prompt_ids(arrival, number, chunk_tokens),
-                _SAMPLING,
-                _STOPPING,
-                arrival_ns=round(arrival.arrival_s * 1e9),
-            )
+            _request(str(number), arrival, prompt_ids(arrival, number, chunk_tokens), limits)
             for number, arrival in enumerate(load)
         ]
+        self._width = max((request.width for request in self._coming), default=1)
         self._wishes = {
-            str(number): ModelWish(
-                FIRST_OWN_ID + number, arrival.input_length + arrival.output_length
-            )
+            str(number): _wish(arrival, FIRST_OWN_ID + number * self._width)
             for number, arrival in enumerate(load)
         }
         self._worker = SimulatedWorker(limits.max_num_seqs, limits.block_size, self._wishes)
@@ -74,9 +74,15 @@ class PagedReplay:
         self._accepted: list[Request] = []
         self._flying: list[tuple[int, StepResult]] = []
         self._memory, self._waits = Memory(), Waits()
-        self._last_token_ns: Int64Array = np.zeros(len(load), dtype=np.int64)
+        self._last_token_ns: Int64Array = np.zeros(len(load) * self._width, dtype=np.int64)
         self._prompt_tokens = 0
         self._num_ended = 0
+
+    @property
+    def num_blocks_held(self) -> int:
+        """Blocks that requests hold now, each counted once."""
+        pool = self._scheduler.pool
+        return 0 if pool is None else pool.num_used
 
     def run(self, progress: Callable[[float], None]) -> Report:
         """Replay the load to its last token."""
@@ -130,26 +136,25 @@ class PagedReplay:
         return not self._accepted or self._accepted[-1].first_scheduled_ns is not None
 
     def _measure(self, step: SimulatedStep, step_ns: int) -> None:
-        pool = self._scheduler.pool
-        if pool is None:
-            raise InvariantError("a plan was made without a pool")
-        allocated = pool.num_used * self._block_size
+        allocated = self.num_blocks_held * self._block_size
         self._memory.add(
             step_ns,
             num_rows=step.num_rows,
-            # Shared blocks are full, so what is unfilled is counted once.
             slots_filled=allocated - step.num_slots_unfilled,
             slots_allocated=allocated,
             table_slots=step.num_table_blocks * self._block_size,
         )
 
     def _note(self, outcome: StepOutcome, now_ns: int) -> None:
-        self._num_ended += len(outcome.finished)
-        self._prompt_tokens += sum(request.num_prompt_tokens for request in outcome.finished)
         for request in outcome.finished:
+            if request.root is not request:
+                continue
+            self._num_ended += 1
+            self._prompt_tokens += request.num_prompt_tokens
             if request.first_token_ns is not None:
                 self._waits.first_tokens.append(request.first_token_ns - request.arrival_ns)
-        sequences = np.array([request.sequence for request in outcome.requests], dtype=np.int64)
+        numbers = [each.sequence * self._width + each.index for each in outcome.requests]
+        sequences = np.array(numbers, dtype=np.int64)
         last_ns = self._last_token_ns[sequences]
         self._last_token_ns[sequences] = now_ns
         followers = last_ns[last_ns > 0]
@@ -173,5 +178,29 @@ class PagedReplay:
                 prefix_hits=counters.prefix_hits,
                 preemptions=counters.preemptions,
                 recomputed_tokens=counters.recomputed_tokens,
+                pauses=counters.pauses,
             ),
         )
+
+
+def _request(request_id: str, arrival: Arrival, prompt: "array[int]", limits: Limits) -> Request:
+    stopping, beam = _STOPPING, None
+    if arrival.beams is not None:
+        room = max(1, limits.max_model_len - arrival.input_length)
+        stopping = Stopping(max_output_tokens=min(arrival.output_length, room))
+        beam = BeamOptions(arrival.beams.shape[1])
+    return Request(
+        request_id,
+        prompt,
+        _SAMPLING,
+        stopping,
+        arrival_ns=round(arrival.arrival_s * 1e9),
+        num_sequences=1 + len(arrival.sibling_lengths),
+        beam=beam,
+    )
+
+
+def _wish(arrival: Arrival, token: int) -> ModelWish:
+    outputs = (arrival.output_length, *arrival.sibling_lengths)
+    lengths = tuple(arrival.input_length + length for length in outputs)
+    return ModelWish(token, lengths, arrival.input_length, arrival.beams)

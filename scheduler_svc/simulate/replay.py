@@ -1,16 +1,25 @@
 """From options to a report."""
 
 from collections.abc import Callable
-from itertools import islice
 
+from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.victims import VICTIM_POLICIES
+from scheduler_svc.simulate.beam_forks import read_parents
 from scheduler_svc.simulate.contiguous import RESERVATIONS, ContiguousReplay
 from scheduler_svc.simulate.options import Options
 from scheduler_svc.simulate.paged import PagedReplay
 from scheduler_svc.simulate.report import Report
 from scheduler_svc.simulate.step_cost import StepCost
-from scheduler_svc.simulate.workload import LENGTHS, Arrival, at_once, poisson, read_trace
+from scheduler_svc.simulate.workload import (
+    LENGTHS,
+    Arrival,
+    at_once,
+    poisson,
+    read_trace,
+    repeated,
+    searched,
+)
 
 _DEFAULT_REQUESTS = 1000
 
@@ -22,10 +31,16 @@ def make_load(options: Options) -> list[Arrival]:
     """
     if options.trace is not None:
         trace = read_trace(options.trace, options.chunk_tokens)
-        load = [*islice(trace, options.requests)]
+        load = trace[: options.requests]
     else:
         count = options.requests or _DEFAULT_REQUESTS
         load = LENGTHS[options.lengths or ""].draw(count, options.seed)
+    if options.own_lengths and options.lengths is not None:
+        load = LENGTHS[options.lengths].draw_siblings(load, options.n, options.seed)
+    elif options.n > 1:
+        load = repeated(load, options.n)
+    if options.beam_width is not None:
+        load = searched(load, read_parents(options.beam_width), options.seed)
     if options.saturate:
         return at_once(load)
     return load if options.rate is None else poisson(load, options.rate, options.seed)
@@ -47,6 +62,11 @@ def replay(
             max_model_len=options.max_model_len,
             max_num_seqs=options.max_num_seqs,
         ).run(progress)
+    return make_paged(options, load, cost).run(progress)
+
+
+def make_paged(options: Options, load: list[Arrival], cost: StepCost) -> PagedReplay:
+    """Return a replay of the real core, not begun."""
     limits = Limits(
         block_size=options.block_size,
         max_num_seqs=options.max_num_seqs,
@@ -63,4 +83,5 @@ def replay(
         chunk_tokens=options.chunk_tokens,
         enable_prefix_caching=options.enable_prefix_caching,
         choose_victim=VICTIM_POLICIES[options.preemption_victim],
-    ).run(progress)
+        eviction=EVICTION_POLICIES[options.eviction_policy],
+    )

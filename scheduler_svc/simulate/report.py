@@ -32,7 +32,7 @@ class Report:
     """The same, of the slots that requests hold."""
 
     mean_batch: float
-    """Requests that run in a step."""
+    """Sequences that run in a step."""
 
     blocks_saved_share: float
     """Blocks that sharing saves, of the blocks that requests would hold without it."""
@@ -45,6 +45,9 @@ class Report:
 
     recomputed_tokens: int
     """Tokens computed again after that."""
+
+    pauses: int
+    """Rows that needed a block and did not run for a step, each step."""
 
     requests: int
     """Requests that ended."""
@@ -173,6 +176,7 @@ class Totals:
     prefix_hits: int = 0
     preemptions: int = 0
     recomputed_tokens: int = 0
+    pauses: int = 0
 
 
 def make_report(slots: int, memory: Memory, waits: Waits, totals: Totals) -> Report:
@@ -186,6 +190,7 @@ def make_report(slots: int, memory: Memory, waits: Waits, totals: Totals) -> Rep
         hit_rate=_ratio(totals.prefix_hits, totals.prefix_queries),
         preemptions=totals.preemptions,
         recomputed_tokens=totals.recomputed_tokens,
+        pauses=totals.pauses,
         requests=totals.requests,
         refused=totals.refused,
         prompt_tokens=totals.prompt_tokens,

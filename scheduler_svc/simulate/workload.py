@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from scheduler_svc.simulate.beam_forks import Parents
+
 # Ids from here on stand for tokens of one request alone; hash ids of traces lie below.
 FIRST_OWN_ID = 2**30
 
@@ -32,6 +34,12 @@ class Arrival:
 
     hash_ids: tuple[int, ...] = ()
     """Contents of the prompt's chunks; equal ids are equal tokens. None: shared with nobody."""
+
+    sibling_lengths: tuple[int, ...] = ()
+    """Output lengths of further sequences of the same prompt, each at least 1."""
+
+    beams: Parents | None = None
+    """[steps, width] The beam search that its output is found by, if it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,18 @@ class Lengths:
             Arrival(0.0, self.inputs.draw(chance), self.outputs.draw(chance)) for _ in range(count)
         ]
 
+    def draw_siblings(
+        self, load: Sequence[Arrival], num_sequences: int, seed: int
+    ) -> list[Arrival]:
+        """Return the load with so many sequences of each prompt, each of a length of its own."""
+        # Another stream, so that more sequences leave the first ones as they are.
+        chance = random.Random(f"siblings {seed}")  # noqa: S311 reproducible, not secret
+        further = range(num_sequences - 1)
+        return [
+            replace(each, sibling_lengths=tuple(self.outputs.draw(chance) for _ in further))
+            for each in load
+        ]
+
 
 LENGTHS = {
     "sharegpt": Lengths(_LogNormal(4.570, 1.064, 4, 1024), _LogNormal(5.551, 0.833, 4, 1024)),
@@ -85,6 +105,21 @@ def poisson(load: Sequence[Arrival], rate: float, seed: int) -> list[Arrival]:
 def at_once(load: Sequence[Arrival]) -> list[Arrival]:
     """Return the load with every request there from the start."""
     return [replace(arrival, arrival_s=0.0) for arrival in load]
+
+
+def repeated(load: Sequence[Arrival], num_sequences: int) -> list[Arrival]:
+    """Return the load with so many sequences of each prompt, all as long as the first."""
+    further = num_sequences - 1
+    return [replace(each, sibling_lengths=(each.output_length,) * further) for each in load]
+
+
+def searched(load: Sequence[Arrival], searches: Parents, seed: int) -> list[Arrival]:
+    """Return the load with each output found as one of these beam searches was, at random.
+
+    Shape: searches [searches, steps, width].
+    """
+    chance = random.Random(f"beams {seed}")  # noqa: S311 reproducible, not secret
+    return [replace(each, beams=searches[chance.randrange(len(searches))]) for each in load]
 
 
 def read_trace(path: Path, chunk_tokens: int) -> list[Arrival]:

@@ -85,7 +85,7 @@ class RecordingRunner:
     def _note(self, result: StepResult) -> Step:
         rows = self._runner.rows
         sampled = set(result.rows.tolist())
-        tables = rows.block_tables
+        (tables,) = rows.block_tables
         return tuple(
             RanRow(
                 *self._names[row],

@@ -4,6 +4,7 @@ The one test that needs the package index. The installation is not editable, so 
 that what is built holds what is imported.
 """
 
+import json
 import signal
 import subprocess
 import venv
@@ -50,6 +51,14 @@ def _scheduler(python: Path, model: Path) -> Iterator[str]:
             assert process.wait(STOP_LIMIT_S) == 0
         finally:
             process.kill()
+
+
+def test_a_replay_has_its_measured_beam_searches_with_it(
+    clean_python: Path, tmp_path: Path
+) -> None:
+    command = ("-m", "scheduler_svc.simulate", "--lengths", "alpaca", "--requests", "3", "--json")
+    printed = run(clean_python, *command, "--beam-width", "4", folder=tmp_path)
+    assert json.loads(printed)["requests"] == 3
 
 
 def test_a_scheduler_starts_where_there_is_no_torch(clean_python: Path, tmp_path: Path) -> None:

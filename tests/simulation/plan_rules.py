@@ -25,7 +25,6 @@ def check_plan(plan: StepPlan, limits: Limits) -> None:
     gained = [block for each in plan.appended for block in each.blocks.tolist()]
     assert len(set(gained)) == len(gained), "a block is appended twice"
     assert {*destinations} <= {*gained}
-    # Whom a step took blocks from, or refused them, comes before who is new.
     assert not (plan.reset and released)
 
 

@@ -1,6 +1,5 @@
 """The same world in the hands of Hypothesis, which finds the shortest way to break it."""
 
-from collections.abc import Callable
 from random import Random
 
 from hypothesis import HealthCheck, settings
@@ -72,4 +71,4 @@ SchedulerMachine.TestCase.settings = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
-TestEverySequenceGetsItsTokens: Callable[[], None] = SchedulerMachine.TestCase
+TestEverySequenceGetsItsTokens = SchedulerMachine.TestCase

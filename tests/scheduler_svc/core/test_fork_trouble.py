@@ -5,9 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from fake_worker import FakeWorker, generate_alone
-from scheduler_bench import ROOT, Bench, bench, limits, request
-from scheduler_svc.core.request import BeamOptions, FinishReason, Request
+from fake_worker import generate_alone
+from scheduler_bench import Bench, bench, limits, request
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepResult
 from scheduler_svc.core.victims import VICTIM_POLICIES, VictimPolicy
@@ -162,35 +162,3 @@ def test_the_row_of_a_family_is_serial_until_it_is_forked() -> None:
     assert behind.exception_rows.tolist() == [0]
     assert not len(behind.serial_rows)
     table.run()
-
-
-@pytest.mark.parametrize("n", [1, 2])
-def test_an_open_end_that_outgrew_the_pool_that_came_back_ends_where_it_is(n: int) -> None:
-    table = bench(64)
-    each = request("open", [0] * 10, None, n=n)
-    table.send(each)
-    for _ in range(30):
-        table.turn()
-    table.num_blocks = 8
-    table.wire.clear()
-    table.worker = FakeWorker(table.scheduler.limits.block_size, 8)
-    assert table.scheduler.start_epoch(8, ROOT, table.now_ns) == [*each.members]
-    table.scheduler.check()
-    for member in each.members:
-        assert member.finish_reason is FinishReason.LENGTH
-        alone = generate_alone([0] * 10, 30, NO_STOP, member.index)
-        assert member.output_token_ids().tolist() == alone
-    assert not table.scheduler.has_work
-
-
-def test_beams_that_outgrew_the_pool_that_came_back_end_with_both_numbers() -> None:
-    table = bench(64)
-    each = request("open", [0] * 10, None, beam=BeamOptions(2))
-    table.send(each)
-    for _ in range(30):
-        table.turn()
-    table.wire.clear()
-    assert table.scheduler.start_epoch(8, ROOT, table.now_ns) == [each]
-    assert each.finish_reason is FinishReason.ERROR
-    assert each.error == "each beam has 40 tokens, the pool that came back holds 20"
-    assert not table.scheduler.has_work

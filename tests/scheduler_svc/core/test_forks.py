@@ -321,6 +321,11 @@ def test_more_sequences_than_rows_are_refused(n: int) -> None:
     assert not table.scheduler.has_work
 
 
+def test_a_family_whose_prompt_is_longer_than_the_pool_is_refused() -> None:
+    with pytest.raises(NeverFitsError):
+        bench(2).send(request("a", [0] * 12, 1, n=2))
+
+
 def test_a_family_fits_if_its_shared_and_its_own_blocks_do() -> None:
     # A prompt of 9 tokens: 2 blocks are shared, and each sequence of 5 tokens has 2 of its own.
     for num_blocks, fits in ((8, True), (7, False)):
@@ -339,6 +344,13 @@ def test_a_family_fits_if_its_shared_and_its_own_blocks_do() -> None:
     table.run()
     # One block of its own each: 3 tokens more are stored, and one is sampled behind them.
     assert [member.num_output_tokens for member in each.members] == [4, 4, 4]
+
+
+@pytest.mark.parametrize("num_blocks", [1, 2, 3])
+def test_a_family_whose_prompt_alone_fills_more_than_the_pool_is_refused(num_blocks: int) -> None:
+    table = bench(num_blocks, rows=4)
+    with pytest.raises(NeverFitsError, match=f"the whole pool has {4 * num_blocks}"):
+        table.send(request("a", [0] * 16, 1, n=3))
 
 
 @pytest.mark.parametrize("caching", [True, False])

@@ -37,7 +37,7 @@ def free_order(table: Bench) -> list[int]:
 
 def blocks_of(table: Bench, each: Request) -> list[int]:
     assert each.row is not None
-    return table.worker.rows[each.row].table
+    return table.worker.rows[each.row].tables[0]
 
 
 def admit(table: Bench, each: Request) -> list[int]:

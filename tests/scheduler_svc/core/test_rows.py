@@ -26,7 +26,7 @@ def taken(rows: Rows, name: str, stops: frozenset[int], min_output: int = 0) -> 
     stopping = Stopping(None, eos_token_ids=stops, min_output_tokens=min_output)
     request = Request(name, array("i", [7, 8]), Sampling(0.0), stopping)
     request.sequence = request.limit = 99
-    rows.take(request, 2)
+    rows.take(request, 2, len(request.blocks))
     return request
 
 

@@ -221,6 +221,40 @@ def test_a_failed_row_harms_nobody_else(
             assert output == alone
 
 
+def test_nothing_computed_from_a_failed_row_can_be_hit() -> None:
+    table = bench(64, rows=6)
+    failing = request("failing", [0] * 8 + [1])
+    reading = request("reading", [0] * 8 + [1] * 9)
+    of_that = request("of that", [0] * 8 + [1] * 12)
+    unharmed = request("unharmed", [1] * 9)
+    table.send(failing, reading, of_that, unharmed)
+    plan = table.plan(frozenset({0}))
+    assert plan is not None
+    assert [row.num_computed_tokens for row in plan.admitted] == [0, 8, 16, 0]
+    outcome = table.answer()
+    assert outcome.finished == [failing]
+    assert [each.num_preemptions for each in (reading, of_that, unharmed)] == [1, 1, 0]
+    pool = table.scheduler.pool
+    assert pool is not None
+    assert [pool.lookup(name) for name in of_that.hashes] == [None] * 5
+    assert all(pool.lookup(name) for name in unharmed.hashes)
+    table.run()
+    for each in (reading, of_that):
+        alone = generate_alone(each.tokens[: each.num_prompt_tokens].tolist(), 4, frozenset())
+        assert each.output_token_ids().tolist() == alone
+
+
+def test_what_a_gone_row_named_in_the_failed_step_cannot_be_hit() -> None:
+    table = bench(64)
+    table.send(request("failing", [0] * 8 + [1]), gone := request("gone", [0] * 8 + [1] * 9))
+    table.plan(frozenset({0}))
+    table.scheduler.abort(gone, table.now_ns)
+    table.answer()
+    pool = table.scheduler.pool
+    assert pool is not None
+    assert [pool.lookup(name) for name in gone.hashes] == [None] * 4
+
+
 def test_an_equal_prompt_of_the_same_step_is_computed_once() -> None:
     table = bench(64, budget=1000, length=200)
     table.send(request("a", [1] * 100), request("b", [1] * 100))
@@ -302,6 +336,23 @@ def test_a_preempted_request_keeps_the_token_in_flight() -> None:
     assert second.num_preemptions >= 1
     for each, prompt in ((first, [0] * 19), (second, [1] * 19)):
         assert each.output_token_ids().tolist() == generate_alone(prompt, 20, frozenset())
+
+
+def test_a_preempted_request_waits_for_its_token_in_flight() -> None:
+    # Three steps in flight, so that there is room for it before the token is there.
+    table = bench(10, budget=100, length=40, depth=3)
+    first, second = request("a", [0] * 19, 20), request("b", [1] * 19, 20)
+    table.send(first, second)
+    while not second.num_preemptions:
+        if table.plan() is None:
+            table.answer()
+    while second.num_pending_tokens > 1:
+        table.answer()
+    table.scheduler.abort(first, table.now_ns)
+    assert table.plan() is None
+    assert table.scheduler.num_in_flight < 3
+    table.run()
+    assert second.output_token_ids().tolist() == generate_alone([1] * 19, 20, frozenset())
 
 
 def test_a_resumed_request_hits_what_it_left_behind() -> None:
@@ -402,6 +453,24 @@ def test_a_smaller_pool_ends_only_what_no_longer_fits() -> None:
     assert small.output_token_ids().tolist() == generate_alone([1] * 8, 4, frozenset())
 
 
+def test_an_open_end_that_has_outgrown_a_smaller_pool_ends() -> None:
+    for num_blocks, fits in ((5, True), (4, False)):
+        table = bench(8)
+        each = request("open", [0] * 9, None)
+        table.send(each)
+        while table.scheduler.counters.generation_tokens < 8:
+            table.turn()
+        table.scheduler.lose_worker(table.now_ns)
+        assert each.num_tokens == 17
+        table.wire.clear()
+        table.worker = FakeWorker(BLOCK_SIZE, num_blocks)
+        ended = table.scheduler.start_epoch(num_blocks, ROOT, table.now_ns)
+        assert ended == ([] if fits else [each])
+        table.run()
+        assert each.num_tokens == (21 if fits else 17)
+        assert fits or "need 17 slots" in each.error
+
+
 def test_a_result_that_does_not_fit_changes_nothing() -> None:
     table = bench()
     table.send(request("x", [0, 1], 2))
@@ -410,6 +479,7 @@ def test_a_result_that_does_not_fit_changes_nothing() -> None:
     for wrong in (
         StepResult(result.step_id + 1, result.tokens),
         StepResult(result.step_id, result.tokens[:0]),
+        StepResult(result.step_id, result.tokens, num_tokens=result.tokens * 0),
     ):
         with pytest.raises(ValueError, match="expected"):
             table.scheduler.apply(wrong, 0)

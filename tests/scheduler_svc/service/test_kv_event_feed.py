@@ -2,6 +2,7 @@
 
 import asyncio
 from contextlib import aclosing
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -11,6 +12,7 @@ from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.errors import SlowReaderError
 from scheduler_svc.core.kv_events import BlockRemoved, BlocksStored, CacheCleared, KvEvent
 from scheduler_svc.service.kv_event_feed import KvEventBatch, KvEventFeed
+from scheduler_svc.service.kv_event_messages import to_message
 
 FIRST = 1000
 
@@ -44,6 +46,19 @@ async def test_a_snapshot_comes_first_and_says_where_events_go_on() -> None:
         stored(2, parent=name(1)),
         stored(3, parent=name(2)),
     )
+
+
+async def test_a_name_is_one_block_of_each_kv_group() -> None:
+    feed = KvEventFeed(10, FIRST)
+    windowed = replace(stored(1), group=1)
+    feed.publish([stored(1), windowed, BlockRemoved(name(1))])
+    (snapshot,) = await batches(feed, None, 1)
+    assert snapshot.events == (CacheCleared(), windowed)
+    message = to_message(snapshot)
+    assert [event.group for event in message.events] == [0, 1]
+    feed.publish([BlockRemoved(name(1), 1)])
+    (snapshot,) = await batches(feed, None, 1)
+    assert snapshot.events == (CacheCleared(),)
 
 
 async def test_an_empty_index_is_a_snapshot_too() -> None:

@@ -8,10 +8,11 @@ import pytest
 
 from engine_door_use import ask, until
 from fake_worker import FakeWorker, generate_alone
-from fake_worker_process import dialled, hello, model_facts, refusal, working
+from fake_worker_process import WireWorker, dialled, hello, model_facts, refusal, working
 from pagemill.v1 import worker_pb2
 from scheduler_svc.core.block_hash import HashAlgorithm, PoolIdentity
 from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
+from scheduler_svc.core.kv_groups import KvGroup
 from worker_listener import BLOCK_SIZE, NUM_BLOCKS, PROMPT, WorkerListener, fake_worker, listening
 
 
@@ -86,6 +87,37 @@ async def test_blocks_are_named_under_the_configured_seed_and_the_workers_model(
         assert named is not None
         assert named.lookup(name) is not None
         assert named.lookup(other) is None
+
+
+async def test_each_kv_group_of_the_workers_model_has_its_own_block_tables() -> None:
+    greeting = hello()
+    del greeting.model.kv_groups[:]
+    for window in (0, 6):
+        greeting.model.kv_groups.add(
+            num_layers=1, num_kv_heads=2, head_dim=8, sliding_window=window
+        )
+    worker = WireWorker(BLOCK_SIZE, NUM_BLOCKS, (KvGroup(), KvGroup(window=6)))
+    async with listening() as listener, working(listener.address, worker, greeting) as connection:
+        await until(listener.ready)
+        assert await ask(listener.engine, "r", PROMPT, 20) == generate_alone(
+            PROMPT, 20, frozenset()
+        )
+    tables = [row.block_tables for plan in connection.plans for row in plan.admitted]
+    assert [len(table) for table in tables] == [2]
+    gained = {part.group for plan in connection.plans for part in plan.appended}
+    assert gained == {0, 1}
+
+
+@pytest.mark.parametrize("number", [0, 65])
+async def test_a_worker_without_kv_groups_or_with_too_many_is_refused(number: int) -> None:
+    greeting = hello()
+    del greeting.model.kv_groups[:]
+    for _ in range(number):
+        greeting.model.kv_groups.add(num_layers=1)
+    async with listening() as listener:
+        code, details = await refusal(listener.address, greeting)
+        assert code is grpc.StatusCode.FAILED_PRECONDITION
+        assert details == f"the number of kv_groups is {number}, must be 1 to 64"
 
 
 async def test_a_worker_with_another_model_than_the_first_is_refused() -> None:

@@ -171,8 +171,12 @@ def test_requests_that_share_a_prefix_save_its_blocks() -> None:
 @pytest.mark.parametrize(
     ("flags", "complaint"),
     [
-        (["--lengths", "sharegpt", "--n", "2"], "--n is 2, but the core has no forks yet"),
-        (["--lengths", "sharegpt", "--beam-width", "4"], "--beam-width is 4, but the core has no"),
+        (
+            ["--lengths", "sharegpt", "--n", "2", "--allocator", "max"],
+            "--n is 2, which --allocator max cannot",
+        ),
+        (["--lengths", "sharegpt", "--n", "300"], "--n is 300, must be at most --max-num-seqs"),
+        (["--trace", "x", "--own-lengths"], "--own-lengths draws lengths, so it needs --lengths"),
         (["--lengths", "sharegpt", "--rate", "0"], "'0', must be above 0, or saturate"),
         (["--lengths", "sharegpt", "--block-size", "0"], "'0', must be an integer from 1"),
         (["--lengths", "sharegpt", "--slots", "8"], "--block-size is 16, must be at most --slots"),
