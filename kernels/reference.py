@@ -72,10 +72,10 @@ class PrefillRun:
     """Place behind its last one."""
 
     slots: torch.Tensor
-    """[L] int64. Its slots, the new tokens' included."""
+    """[L] int64. The slots that one of its new tokens sees, their own included."""
 
     mask: torch.Tensor | None
-    """[end - start, L] fp32, causal. None if no token was computed before: plainly causal."""
+    """[end - start, L] fp32, causal. None if a token sees all, and none was computed before."""
 
 
 Reads = tuple[Sequence[DecodeGroup], Sequence[PrefillRun]]
@@ -86,10 +86,12 @@ def plan_reads(
     block_tables: torch.Tensor,
     seq_lens: torch.Tensor,
     query_start_loc: torch.Tensor,
+    window: int | None = None,
 ) -> Reads:
     """Return which slots each request reads: the part of attention that all layers share.
 
-    Shapes: as in `paged_attention`. Of `k_cache`, only the shape matters.
+    Shapes: as in `paged_attention`. Of `k_cache`, only the shape matters. With a window W, a token
+    sees itself and the W - 1 before it, and no table entry before all of these is read.
 
     Raises: ValueError if a shape or dtype is not as there.
     """
@@ -103,24 +105,30 @@ def plan_reads(
         if end - start == 1:
             decoding.append(row)
         else:
-            prefills.append(_prefill_run(block_tables[row], start, end, length, S))
+            prefills.append(_prefill_run(block_tables[row], start, end, length, S, window))
     decoding.sort(key=lengths.__getitem__)
     groups: list[DecodeGroup] = []
     while decoding:
         members = _take_group(decoding, lengths, _MAX_GROUP_ELEMENTS // (G * D))
         rows = torch.tensor(members, device=block_tables.device)
-        longest = lengths[members[-1]]
+        longest = min(lengths[members[-1]], window or lengths[members[-1]])
         groups.append(_decode_group(rows, longest, block_tables, seq_lens, query_start_loc, S))
     return groups, prefills
 
 
-def _prefill_run(table: torch.Tensor, start: int, end: int, length: int, S: int) -> PrefillRun:
-    positions = torch.arange(length, device=table.device)
+def _prefill_run(
+    table: torch.Tensor, start: int, end: int, length: int, S: int, window: int | None
+) -> PrefillRun:
+    num_cached = length - (end - start)
+    first = 0 if window is None else max(0, num_cached - window + 1)
+    positions = torch.arange(first, length, device=table.device)
     slots = table[positions // S].long() * S + positions % S
-    if end - start == length:
+    if num_cached == 0 and (window is None or length <= window):
         return PrefillRun(start, end, slots, None)
-    queries = torch.arange(length - (end - start), length, device=table.device)
+    queries = torch.arange(num_cached, length, device=table.device)
     hidden = positions > queries[:, None]
+    if window is not None:
+        hidden |= positions <= queries[:, None] - window
     mask = torch.zeros(hidden.shape, device=table.device).masked_fill_(hidden, -math.inf)
     return PrefillRun(start, end, slots, mask)
 
@@ -149,10 +157,13 @@ def _decode_group(
     query_start_loc: torch.Tensor,
     S: int,
 ) -> DecodeGroup:
-    positions = torch.arange(longest, device=rows.device)
-    filling = positions >= seq_lens[rows, None]  # [r, L]
+    """Return a group whose requests read their latest `longest` slots, or all they have."""
+    lengths = seq_lens[rows, None].long()
+    firsts = (lengths - longest).clamp_min(0)
+    positions = firsts + torch.arange(longest, device=rows.device)
+    filling = positions >= lengths  # [r, L]
     # The filling reads a slot that surely was written: 0 * NaN would be NaN.
-    positions = torch.where(filling, 0, positions)
+    positions = torch.where(filling, firsts, positions)
     slots = block_tables[rows[:, None], positions // S].long() * S + positions % S
     mask = torch.zeros(filling.shape, device=rows.device).masked_fill_(filling, -math.inf)
     return DecodeGroup(query_start_loc[rows].long(), slots.view(-1), mask[:, None, None])

@@ -4,7 +4,7 @@ Real keys and values depend on every earlier token; so does a history. A stolen,
 wrongly shared block therefore shows as a wrong history, in the step that reads it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
 from itertools import chain
@@ -23,6 +23,9 @@ from scheduler_svc.core.step_plan import (
 )
 
 ROOT = 17
+
+IN_DOUBT = -1
+"""What a row that failed leaves in its slots. No history is -1."""
 
 
 def extend(history: int, token: int) -> int:
@@ -63,6 +66,13 @@ def search_alone(
     return search.best()
 
 
+def first_seen(group: KvGroup, position: int) -> int:
+    """Return the first position that a token sees: found out without the scheduler's help."""
+    if group.window:
+        return max(0, position - group.window + 1)
+    return position - position % group.chunk if group.chunk else 0
+
+
 def generate_alone(
     prompt: Sequence[int], count: int, stop: frozenset[int], index: int = 0
 ) -> list[int]:
@@ -100,20 +110,25 @@ class FakeRow:
             self.histories.append(extend(before, self.tokens[len(self.histories)]))
         return self.histories[position]
 
-    def sample(self) -> list[int]:
-        """Draw the tokens behind the last, for each index asked for, and keep the first."""
+    def sample(self, *, in_doubt: bool = False) -> list[int]:
+        """Draw the tokens behind the last, for each index asked for, and keep the first.
+
+        What was read is in doubt: these are the wrong ones.
+        """
         history = self.history(len(self.tokens) - 1)
         if self.num_candidates:
-            self.tokens.append(int(self.candidates()[0][0]))
+            self.tokens.append(int(self.candidates(in_doubt=in_doubt)[0][0]))
             return self.tokens[-1:]
         drawn = [next_token(history, self.index + i) for i in range(self.num_samples)]
+        drawn = [(token + in_doubt) % 3 for token in drawn]
         self.tokens.append(drawn[0])
         self.num_samples = 1
         return drawn
 
-    def candidates(self) -> tuple[Int32Array, Float32Array]:
+    def candidates(self, *, in_doubt: bool = False) -> tuple[Int32Array, Float32Array]:
         """Return the likeliest ids behind the last token, if they were asked for."""
-        return likeliest(self.history(len(self.tokens) - 1), self.num_candidates)
+        history = self.history(len(self.tokens) - 1)
+        return likeliest(history + in_doubt, self.num_candidates)
 
     def fork(self, index: int, last_token: int | None, num_blocks: int) -> "FakeRow":
         """Return a row that goes on from here, with the first blocks and another last token."""
@@ -154,40 +169,41 @@ class FakeWorker:
         self.num_copies = 0
         self.roots: dict[str, int] = {}
         """History that requests start with, by their ids: what an adapter or a salt changes."""
+        self._has_doubt = False
 
     def run(self, plan: StepPlan, failing: frozenset[int] = frozenset()) -> StepResult:
-        """Run one step: all rows store, then all rows read, as kernels do."""
+        """Run one step: all rows store, then all rows read, as kernels do.
+
+        What a `failing` row stores is in doubt, and so is what others compute from it.
+        """
         self._follow(plan)
         running = [(number, row) for number, row in sorted(self.rows.items()) if row.num_new]
         assert running
         assert sum(row.num_new for _, row in running) == plan.num_tokens
         assert len(running) == plan.num_rows
         self._copy(plan)
-        for _, row in running:
-            for position in range(row.num_computed, row.num_computed + row.num_new):
-                if row.failed:
-                    continue  # It has stopped for good, and waits to be released.
-                for slot in self._slots(row, position):
-                    assert self.block_size <= slot < (self.num_blocks + 1) * self.block_size
-                    self.cache[slot] = row.history(position)
+        for number, row in running:
+            row.failed |= number in failing
+            self._store(row, in_doubt=row.failed)
+        self._spread_doubt([row for _, row in running])
         sampled: list[list[int]] = []
         candidates: list[tuple[Int32Array, Float32Array]] = []
         sampling, errors = [], []
         for number, row in running:
-            row.failed |= number in failing
             if row.failed:
+                # It has stopped for good, and waits to be released.
                 errors.append((number, "planted"))
                 continue
-            end = row.num_computed + row.num_new
-            for each, group in enumerate(self.groups):
-                for position in range(group.first_seen(row.num_computed), end):
-                    slot = self._slots(row, position)[each]
+            in_doubt = self._reads_doubt(row)
+            if not in_doubt:
+                for slot, position in self._reads(row):
                     assert self.cache.get(slot) == row.history(position)
+            end = row.num_computed + row.num_new
             assert end <= len(row.tokens)
             if end == len(row.tokens):
                 sampling.append(number)
-                candidates.append(row.candidates())
-                sampled.append(row.sample())
+                candidates.append(row.candidates(in_doubt=in_doubt))
+                sampled.append(row.sample(in_doubt=in_doubt))
         return StepResult(
             plan.step_id,
             np.array([*chain(*sampled)], dtype=np.int32),
@@ -195,6 +211,34 @@ class FakeWorker:
             np.array(sampling, dtype=np.int32),
             np.array([len(tokens) for tokens in sampled], dtype=np.int32),
             _columns(candidates),
+        )
+
+    def _store(self, row: FakeRow, *, in_doubt: bool) -> None:
+        for position in range(row.num_computed, row.num_computed + row.num_new):
+            for slot in self._slots(row, position):
+                assert self.block_size <= slot < (self.num_blocks + 1) * self.block_size
+                self.cache[slot] = IN_DOUBT if in_doubt else row.history(position)
+        self._has_doubt |= in_doubt
+
+    def _spread_doubt(self, rows: Sequence[FakeRow]) -> None:
+        """Whoever reads what is in doubt stores what is in doubt, in this very step."""
+        clear = [row for row in rows if self._has_doubt and not row.failed]
+        while reading := [row for row in clear if self._reads_doubt(row)]:
+            for row in reading:
+                self._store(row, in_doubt=True)
+            clear = [row for row in clear if row not in reading]
+
+    def _reads(self, row: FakeRow) -> Iterator[tuple[int, int]]:
+        """Yield the slots that a row reads in this step, and the position each is for."""
+        for each, group in enumerate(self.groups):
+            for position in range(
+                first_seen(group, row.num_computed), row.num_computed + row.num_new
+            ):
+                yield self._slots(row, position)[each], position
+
+    def _reads_doubt(self, row: FakeRow) -> bool:
+        return self._has_doubt and any(
+            self.cache.get(slot) == IN_DOUBT for slot, _ in self._reads(row)
         )
 
     def _follow(self, plan: StepPlan) -> None:

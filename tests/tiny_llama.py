@@ -5,11 +5,12 @@ Two layers with four query heads on two key/value heads, so that a mistake in ei
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
 
 HIDDEN, INTERMEDIATE, LAYERS, HEADS, KV_HEADS, HEAD_DIM = 64, 128, 2, 4, 2, 16
 VOCAB = 272
@@ -52,7 +53,7 @@ def write_tiny_llama(directory: Path, *, seed: int = 0, max_position_embeddings:
         directory / "generation_config.json", {"bos_token_id": BOS, "eos_token_id": [EOS, EOT]}
     )
     save_file(tiny_weights(seed), directory / "model.safetensors", metadata={"format": "pt"})
-    _write_tokenizer(directory)
+    write_tokenizer(directory)
     return directory
 
 
@@ -82,12 +83,26 @@ def tiny_weights(seed: int) -> dict[str, torch.Tensor]:
     return weights
 
 
-def _write_tokenizer(directory: Path) -> None:
-    vocab = {character: byte for byte, character in enumerate(_byte_characters())}
+def write_tokenizer(
+    directory: Path, *, spare: Mapping[int, bytes] | None = None, add_bos: bool = False
+) -> None:
+    """Write the tokenizer. `spare` binds ids behind the special ones to bytes of an output.
+
+    Nothing merges into these: they appear in outputs only.
+    """
+    characters = _byte_characters()
+    vocab = {character: byte for byte, character in enumerate(characters)}
+    vocab |= {text: BOS + place for place, text in enumerate(SPECIAL_TOKENS)}
+    for token, text in (spare or {}).items():
+        vocab["".join(characters[byte] for byte in text)] = token
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(text, special=True) for text in SPECIAL_TOKENS])
+    if add_bos:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{SPECIAL_TOKENS[0]} $A", special_tokens=[(SPECIAL_TOKENS[0], BOS)]
+        )
     tokenizer.save(str(directory / "tokenizer.json"))
     _write_json(
         directory / "tokenizer_config.json",
@@ -95,7 +110,7 @@ def _write_tokenizer(directory: Path) -> None:
             "tokenizer_class": "PreTrainedTokenizerFast",
             "bos_token": SPECIAL_TOKENS[0],
             "eos_token": SPECIAL_TOKENS[1],
-            "add_bos_token": False,
+            "add_bos_token": add_bos,
             "clean_up_tokenization_spaces": False,
             "chat_template": CHAT_TEMPLATE,
         },

@@ -16,6 +16,7 @@ from transformers import (
     GenerationConfig,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralForCausalLM,
     PreTrainedModel,
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -76,7 +77,9 @@ def logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def greedy(model: LlamaForCausalLM, prompt: Sequence[int], count: int) -> list[int]:
+def greedy(
+    model: LlamaForCausalLM | MistralForCausalLM, prompt: Sequence[int], count: int
+) -> list[int]:
     """Return the `count` most likely tokens behind a prompt, whatever ends a text."""
     prompts = torch.tensor([list(prompt)])
     settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)

@@ -10,7 +10,7 @@ import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId
-from scheduler_svc.core.journal import Journal
+from scheduler_svc.core.journal import GivenBack, Journal
 from scheduler_svc.core.kv_groups import KvGroup
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import Request
@@ -50,7 +50,11 @@ def give_back_unseen(rows: Rows, journal: Journal, pool: BlockPool, block_size: 
             gone = _take_out(request, number, int(unseen[row]), pool.num_groups)
             pool.release(gone)
             if flying is not None:
-                flying.given_back += [(request, block) for block in gone]
+                num_hit = request.admitted_tokens // block_size
+                flying.given_back += [
+                    GivenBack(request, block, int(unseen[row]) - 1 - place >= num_hit)
+                    for place, block in enumerate(gone)
+                ]
 
 
 def _num_unseen(group: KvGroup, num_computed: Int32Array, block_size: int) -> Int32Array:
@@ -81,8 +85,8 @@ def num_wanted(num_tokens: int, hits: Sequence[BlockId], limits: Limits, pool: B
     """
     block_size, num_groups = limits.block_size, pool.num_groups
     num_columns = -(-num_tokens // block_size) - len(hits) // num_groups
-    if num_groups == 1 and pool.groups[0].sees_all:
-        return num_columns + pool.count_idle(hits)
+    if not pool.has_windows:
+        return num_columns * num_groups + pool.count_idle(hits)
     return sum(
         min(
             num_columns + pool.count_idle(hits[number::num_groups]),
@@ -113,8 +117,8 @@ def num_lacking(num_tokens: int, num_computed: int, num_columns: int, limits: Li
 def num_promised(rows: Rows, limits: Limits, pool: BlockPool) -> int:
     """Return how many blocks the rows that run will still take for the tokens they know."""
     lacking = -(-rows.num_tokens // limits.block_size) - rows.num_blocks
-    if pool.num_groups == 1 and pool.groups[0].sees_all:
-        return int(np.maximum(lacking, 0).sum())
+    if not pool.has_windows:
+        return int(np.maximum(lacking, 0).sum()) * pool.num_groups
     return sum(
         num_lacking(
             int(rows.num_tokens[row]),

@@ -7,6 +7,7 @@ arrives they are unconfirmed: the journal knows them, so that a lost step takes 
 from collections import deque
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -14,6 +15,16 @@ import numpy.typing as npt
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.step_plan import IndexArray, Int32Array
+
+
+class GivenBack(NamedTuple):
+    """A block that a request gave back, since no token to come sees it."""
+
+    giver: Request
+    block: BlockId
+
+    is_own: bool
+    """It wrote the block. False: the block was a hit."""
 
 
 @dataclass(slots=True, eq=False)
@@ -41,7 +52,7 @@ class FlyingStep:
     published: list[tuple[int, BlockId]] = field(default_factory=list)
     """Blocks named on the strength of this step, each with the row that fills it."""
 
-    given_back: list[tuple[Request, BlockId]] = field(default_factory=list)
+    given_back: list[GivenBack] = field(default_factory=list)
     """Blocks behind their windows that requests gave back while this step was the newest."""
 
     def sampling(self, failed: Collection[int]) -> npt.NDArray[np.bool_]:

@@ -7,7 +7,7 @@ from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.ending import note_stop_id, reason_to_end
 from scheduler_svc.core.family_results import FamilyTokens, apply_families, split_result
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId
-from scheduler_svc.core.journal import FlyingStep
+from scheduler_svc.core.journal import FlyingStep, GivenBack
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_plan import IndexArray, Int32Array, StepOutcome, StepResult
@@ -140,7 +140,7 @@ def _fail_row(
     if step.ran_for(row, int(state.rows.generation[row])):
         request = state.rows.owner(row)
         for each in request.family if request.root.beam else (request,):
-            tainted.update(_computed_blocks(state, each, pool))
+            tainted.update(_written_by(each, state.limits.block_size, pool))
     tainted.discard(NULL_BLOCK)
     if request is not None and request.root.beam is not None:
         request = request.root
@@ -166,31 +166,33 @@ def _spread_doubt(
     Of a row that has changed hands nobody knows any more what it read: what it named in this
     step, or in one behind it, is added too.
     """
-    rows, flights = state.rows, (step, *state.journal)
-    for flying in flights:
+    rows = state.rows
+    for flying in (step, *state.journal):
         tainted.update(
             block
             for row, block in flying.published
             if not flying.ran_for(row, int(rows.generation[row]))
         )
-    given_back = [pair for flying in flights for pair in flying.given_back]
     in_doubt: list[Request] = []
     clear = list(rows.running)
-    while True:
-        gave_back = {each for each, block in given_back if block in tainted}
-        reading = [
-            each for each in clear if each in gave_back or not tainted.isdisjoint(each.blocks)
-        ]
-        if not reading:
-            return sorted(in_doubt, key=lambda each: each.precedence)
+    gone = [each for flying in (step, *state.journal) for each in flying.given_back]
+    while reading := [each for each in clear if _has_read(each, tainted, gone)]:
         in_doubt += reading
         clear = [each for each in clear if each not in reading]
         for each in reading:
-            tainted.update(_computed_blocks(state, each, pool))
+            tainted.update(_written_by(each, state.limits.block_size, pool))
+            tainted.update(gift.block for gift in gone if gift.is_own and gift.giver is each)
         tainted.discard(NULL_BLOCK)
+    return sorted(in_doubt, key=lambda each: each.precedence)
 
 
-def _computed_blocks(state: SchedulerState, request: Request, pool: BlockPool) -> list[BlockId]:
-    """Return the blocks that a running request did not hit when it was admitted."""
-    first = request.admitted_tokens // state.limits.block_size * pool.num_groups
-    return request.blocks[first:]
+def _written_by(request: Request, block_size: int, pool: BlockPool) -> list[BlockId]:
+    """Return what a request holds behind its hits, null blocks among it."""
+    return request.blocks[request.admitted_tokens // block_size * pool.num_groups :]
+
+
+def _has_read(request: Request, tainted: set[BlockId], gone: list[GivenBack]) -> bool:
+    """Whether a request holds a tainted block, or gave one back while it was unconfirmed."""
+    return not tainted.isdisjoint(request.blocks) or any(
+        gift.giver is request and gift.block in tainted for gift in gone
+    )

@@ -30,6 +30,7 @@ from scheduler_svc.service.request_log import log_end
 from scheduler_svc.service.request_making import make_request
 from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
+from scheduler_svc.service.step_observers import StepObservers
 from scheduler_svc.service.step_record import RecentSteps, StepObserver, StepTracer
 from scheduler_svc.service.step_watchdog import StepWatchdog
 from scheduler_svc.service.token_stream import Pile, RequestStream, too_slow
@@ -78,7 +79,8 @@ class Engine:
         self._worker_wait_s = worker_wait_s
         self._tenant_weights = tenant_weights or {}
         self._recent = RecentSteps()
-        self._observers = (self._recent, *observers, *([tracer] if tracer else []))
+        tracers = [tracer] if tracer else []
+        self._observers = StepObservers((self._recent, *observers, *tracers))
         self._tracer = tracer
         self._after_turn = after_turn
         self._streams: dict[Request, RequestStream] = {}
@@ -237,8 +239,7 @@ class Engine:
             waiting=scheduler.num_waiting,
             emitted_ns=time.monotonic_ns(),
         )
-        for observer in self._observers:
-            observer.step(record)
+        self._observers.step(record)
 
     # The door: one request.
 

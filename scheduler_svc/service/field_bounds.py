@@ -117,7 +117,8 @@ def check_fields(message: GenerateRequest, vocab_size: int, max_num_seqs: int) -
     _check_sampling(message.sampling, vocab_size)
     _check_stopping(message.stopping, vocab_size)
     _check_numbers("output", message.output, _OUTPUT)
-    _check_sequences("sampling.n", message.sampling.n, 0, max_num_seqs)
+    if message.sampling.HasField("n"):
+        _check_sequences("sampling.n", message.sampling.n, 1, max_num_seqs)
     _check_beam(message, max_num_seqs)
     for field, is_used in _NOT_SERVED.items():
         if is_used(message):

@@ -21,6 +21,9 @@ from scheduler_svc.service.request_reading import read_request
 from scheduler_svc.service.response_writing import ResponseWriter, accepted_response
 from scheduler_svc.service.rpc_handlers import Context
 
+_LEAST_TIME_S = 0.002
+"""gRPC rounds deadlines up, to milliseconds and on both sides: with less left, time may be up."""
+
 
 class InferenceServicer:
     """Generation and text, for one model. Methods raise RequestError."""
@@ -106,4 +109,6 @@ def _deadline_ns(context: Context, now_ns: int) -> int | None:
     """Return when the call's time is up, on the monotonic clock, or None for a call without end."""
     # The stubs know no call without a deadline; there grpc returns None.
     remaining_s: float | None = context.time_remaining()
-    return None if remaining_s is None else now_ns + int(remaining_s * 1e9)
+    if remaining_s is None:
+        return None
+    return now_ns if remaining_s < _LEAST_TIME_S else now_ns + int(remaining_s * 1e9)

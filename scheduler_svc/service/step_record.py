@@ -78,7 +78,7 @@ class StepObserver(Protocol):
     """Someone who wants to know of each step."""
 
     def step(self, record: StepRecord) -> None:
-        """Note a step. Called in the engine's loop: takes microseconds, and never raises."""
+        """Note a step. Called in the engine's loop: takes microseconds."""
 
 
 class StepTracer(StepObserver, Protocol):

@@ -22,7 +22,6 @@ CAUGHT_AT_LEAST = 0.95
 TIMEOUT_S = 900.0
 FOLDERS = ("scheduler_svc", "worker_svc", "kernels", "proto", "clients", "tests")
 PROOFS = {
-    # The cheapest first: the first failure ends a run.
     "core": (
         "tests/simulation/test_simulation.py::test_a_hundred_worlds_keep_every_promise",
         "tests/scheduler_svc/core",
@@ -30,6 +29,7 @@ PROOFS = {
     ),
     "worker": ("tests/worker_svc/runtime", "tests/worker_svc/model"),
 }
+"""Tests that must see a bug, in this order: the first failure ends a run."""
 
 
 class Verdict(NamedTuple):
@@ -56,12 +56,21 @@ def copies(count: int) -> Iterator["SimpleQueue[Path]"]:
         yield queue
 
 
-def run_proof(root: Path, proof: str) -> str:
-    """Run the tests in a copy. Return the one that failed, or nothing."""
+def tests_for(mutation: Mutation) -> list[str]:
+    """Return what to run: the tests of the changed file's own come before those of all others."""
+    first, *others = PROOFS[mutation.proof]
+    path = Path(mutation.file)
+    own = Path("tests") / path.parent / f"test_{path.stem}.py"
+    hinted = [f"tests/{mutation.hint}"] if mutation.hint else []
+    return [first, *hinted, *([str(own)] if (ROOT / own).exists() else []), *others]
+
+
+def run_tests(root: Path, tests: Sequence[str]) -> str:
+    """Run tests in a copy. Return the one that failed, or nothing."""
     command = [sys.executable, "-m", "pytest", "-x", "-m", "not slow", "--tb=no", "-rfE"]
     try:
         done = subprocess.run(
-            [*command, "-p", "no:cacheprovider", "--timeout=120", *PROOFS[proof]],
+            [*command, "-p", "no:cacheprovider", "--timeout=120", *tests],
             cwd=root,
             env={**os.environ, "PYTHONPATH": ".:proto:clients:tests", "OMP_NUM_THREADS": "1"},
             timeout=TIMEOUT_S,
@@ -87,7 +96,7 @@ def try_mutation(mutation: Mutation, roots: "SimpleQueue[Path]") -> Verdict:
     sound = (root / mutation.file).read_text(encoding="utf-8")
     try:
         mutation.apply(root)
-        caught_by = run_proof(root, mutation.proof)
+        caught_by = run_tests(root, tests_for(mutation))
     finally:
         mutation.write(root, sound)
         roots.put(root)
@@ -105,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     verdicts: list[Verdict] = []
     with copies(options.processes) as roots, ThreadPoolExecutor(options.processes) as pool:
         for proof in () if options.no_baseline else sorted({each.proof for each in chosen}):
-            if failed := run_proof(next_root := roots.get(), proof):
+            if failed := run_tests(next_root := roots.get(), PROOFS[proof]):
                 print(f"without any bug, {failed} fails")
                 return 1
             roots.put(next_root)

@@ -22,6 +22,8 @@ class Mutation:
     """Number among the twelve traps of a re-implementation of the reference engine. 0: none."""
     proof: str = "core"
     """Whose tests must see it: `core` or `worker`."""
+    hint: str = ""
+    """Tests to look at early, below tests/: they see it, and the simulation does not."""
 
     def apply(self, root: Path) -> None:
         """Change the file. Raises: AssertionError if the text is not there exactly once."""

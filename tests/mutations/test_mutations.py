@@ -19,6 +19,7 @@ def test_a_planted_bug_can_still_be_planted(mutation: Mutation) -> None:
     mutated = text.replace(mutation.old, mutation.new)
     assert mutated != text
     compile(mutated, mutation.file, "exec")
+    assert (ROOT / "tests" / mutation.hint).exists()
 
 
 def test_the_list_has_every_trap_and_no_bug_twice() -> None:

@@ -85,7 +85,7 @@ def draw_job(rng: Random, name: str, limits: Limits, heard: Sequence[Sequence[in
     """Draw a request. Some go on from a text that was `heard` before, some are hopeless."""
     length = rng.choice((1, 2, 3, 5, 8, 14, limits.max_model_len // 2))
     prompt = tuple(rng.choices((0, 1), k=rng.randint(1, length)))
-    if heard and rng.random() < 0.4:
+    if heard and rng.random() < 0.5:
         text = rng.choice(heard)
         prompt = (*text[: rng.randint(1, len(text))], *prompt[: rng.randint(0, 3)])
     stops = rng.random() < 0.5
@@ -93,7 +93,7 @@ def draw_job(rng: Random, name: str, limits: Limits, heard: Sequence[Sequence[in
         name,
         prompt,
         rng.choice((1, 2, 3, 5, 8, 12, limits.max_model_len // 2)),
-        n=rng.choice((1, 1, 1, 2, 3, 4)),
+        n=rng.choice((1, 1, 2, 3, 4)),
         eos=frozenset({2}) if stops and rng.random() < 0.5 else frozenset(),
         stops=frozenset({2}) if stops else frozenset(),
         min_output=rng.choice((0, 0, 0, 2, 4)) if stops else 0,
@@ -113,7 +113,8 @@ def draw_job(rng: Random, name: str, limits: Limits, heard: Sequence[Sequence[in
     if oddity < 0.07:
         return replace(job, prompt=(0,) * (limits.max_model_len + rng.randint(-2, 1)))
     if oddity < 0.09:
-        return replace(job, max_output=limits.max_model_len - len(prompt) + rng.randint(-1, 1))
+        longest = limits.max_model_len - len(prompt)
+        return replace(job, max_output=max(1, longest + rng.randint(-1, 1)))
     return job
 
 

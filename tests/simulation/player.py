@@ -1,6 +1,7 @@
 """What happens next in a world, drawn from random numbers."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from random import Random
 
 from scheduler_svc.core.request import Request
@@ -37,8 +38,12 @@ class Player:
     def add(self, rng: Random) -> None:
         world = self.world
         job = draw_job(rng, str(self.num_jobs), world.setup.limits, world.heard)
-        if world.families and rng.random() < 0.02:
-            job = rng.choice(world.families).job
+        if world.families:
+            other, kinship = rng.choice(world.families).job, rng.random()
+            if kinship < 0.02:
+                job = other
+            elif kinship < 0.3:
+                job = replace(job, prompt=other.prompt, audience=other.audience)
         self.num_jobs += 1
         world.add(job)
 
@@ -120,7 +125,7 @@ class Player:
             return
         num_blocks, model = world.num_blocks or world.setup.num_blocks, world.model
         if rng.random() < 0.3:
-            num_blocks = draw_num_blocks(rng, world.setup.limits)
+            num_blocks = draw_num_blocks(rng, world.setup.limits, len(world.setup.groups))
         if rng.random() < 0.3:
             model = rng.choice(MODELS)
         world.start_epoch(num_blocks, model)

@@ -7,6 +7,7 @@ from scheduler_svc.core.block_hash import BlockHash, PoolIdentity
 from scheduler_svc.core.eviction import EVICTION_POLICIES
 from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
 from scheduler_svc.core.kv_events import KvEventLog
+from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.scheduler import Scheduler
@@ -19,6 +20,7 @@ class Setup:
     """Everything that is decided before the first step, and may change no token."""
 
     limits: Limits
+    groups: tuple[KvGroup, ...]
     num_blocks: int
     caching: bool
     algorithm: str
@@ -61,7 +63,8 @@ def draw_setup(rng: Random) -> Setup:
         max_num_batched_tokens=rng.choice((1, 4, 8, 16, 64)),
         max_model_len=rng.choice((16, 32, 48)),
         max_waiting_requests=rng.choice((2, 8, 32)),
-        pipeline_depth=rng.choice((1, 2, 2)),
+        # The service has 2 at most.
+        pipeline_depth=rng.choice((1, 2, 2, 3)),
         watermark=rng.choice((0.0, 0.03, 0.3)),
         max_waiting_tokens=rng.choice((None, None, 60)),
         long_prefill_token_threshold=threshold,
@@ -69,9 +72,11 @@ def draw_setup(rng: Random) -> Setup:
         max_passes=rng.choice((0, 1, 8)),
         max_pass_ns=rng.choice((0, 30, 10_000)),
     )
+    groups = _draw_groups(rng)
     return Setup(
         limits,
-        num_blocks=draw_num_blocks(rng, limits),
+        groups=groups,
+        num_blocks=draw_num_blocks(rng, limits, len(groups)),
         caching=rng.random() < 0.8,
         algorithm=rng.choice(("sha256", "sha256", *HASH_ALGORITHMS)),
         policy=rng.choice(("fcfs", "priority", "fair")),
@@ -84,14 +89,23 @@ def draw_setup(rng: Random) -> Setup:
     )
 
 
-def draw_num_blocks(rng: Random, limits: Limits) -> int:
+def draw_num_blocks(rng: Random, limits: Limits, num_groups: int) -> int:
     """Draw a pool: starving, tight for the rows there are, or ample."""
-    whole = -(-limits.max_model_len // limits.block_size)
+    whole = -(-limits.max_model_len // limits.block_size) * num_groups
     return rng.choice(
         (
             rng.randint(1, 6),
+            rng.randint(whole // 2 + 1, whole + 1),
             rng.randint(whole // 2 + 1, whole + 1),
             rng.randint(whole, 2 * whole),
             whole * limits.max_num_seqs,
         )
     )
+
+
+def _draw_groups(rng: Random) -> tuple[KvGroup, ...]:
+    """Draw a model's KV groups: mostly one that sees all, else windows and chunks beside it."""
+    if rng.random() < 0.7:
+        return FULL_ATTENTION
+    kinds = (KvGroup(), KvGroup(window=rng.randint(1, 9)), KvGroup(chunk=rng.randint(1, 9)))
+    return tuple(rng.choices(kinds, k=rng.randint(1, 3)))

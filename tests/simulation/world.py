@@ -16,13 +16,13 @@ from fake_worker import FakeWorker
 from kv_replica import KvReplica
 from scheduler_svc.core.errors import HopelessDeadlineError, RequestError
 from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
-from scheduler_svc.core.kv_events import KvEventLog
+from scheduler_svc.core.kv_events import CacheCleared, KvEventLog
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.step_pace import StepPace
 from scheduler_svc.core.step_plan import StepOutcome, StepPlan, StepResult
 from simulation.load import AUDIENCES, Job
 from simulation.plan_rules import check_plan, fingerprint
-from simulation.refusals import expected_refusal, fits
+from simulation.refusals import fits, possible_refusals
 from simulation.setups import Setup
 from simulation.turns import Turns
 from simulation.witness import Witness
@@ -81,7 +81,7 @@ class World:
         self.pace = StepPace() if setup.has_pace else None
         self.worker = FakeWorker(setup.limits.block_size, 0)
         self._check_every = check_every
-        self._replica = self._new_replica()
+        self._replicas = self._new_replicas()
         self._witnesses: dict[Request, Witness] = {}
         self._num_tokens = 0
         self._turns = Turns(setup)
@@ -92,13 +92,13 @@ class World:
         """Send a request. It is refused exactly if it must be."""
         before = self.scheduler.num_waiting
         request = job.request(self.now_ns)
-        expected = expected_refusal(self.scheduler, job)
+        expected = possible_refusals(self.scheduler, job)
         error = self._try_to_add(request)
         if isinstance(error, HopelessDeadlineError):
             assert self.pace is not None
             assert job.lifetime_ns is not None
-            expected = HopelessDeadlineError
-        assert type(error) is (expected or type(None)), f"{error!r} instead of {expected}"
+            expected.add(HopelessDeadlineError)
+        assert (type(error) if error else None) in expected, f"{error!r} instead of {expected}"
         if error is not None:
             assert self.scheduler.num_waiting == before
             return False
@@ -153,7 +153,7 @@ class World:
         self._forget_pins()
         assert not self.pins
         self.check()
-        assert not self._replica.names
+        assert not any(replica.names for replica in self._replicas)
 
     # Steps.
 
@@ -178,11 +178,17 @@ class World:
         if plan.num_preempted and self.setup.policy != "priority":
             fresh = sum(1 for row in plan.admitted if row.num_new_tokens)
             assert fresh in {0, plan.num_rows}, "others take what was taken from a victim"
+        for row in plan.admitted:
+            job = self._witness_of(row.row).job
+            reads = self.setup.caching and job.read_cache
+            assert reads or job.width > 1 or not row.num_computed_tokens, "reads what it must not"
         self._turns.admitted(plan, self.scheduler)
         self.digest = crc32(fingerprint(plan), self.digest)
-        serial = {row for flight in self.wire for row in flight.plan.serial_rows.tolist()}
-        changed = {row.row for row in plan.admitted} | {fork.row for fork in plan.forked}
-        self.wire.append(Flight(plan, frozenset(serial - changed)))
+        serial: set[int] = set()
+        for each in (*(flight.plan for flight in self.wire), plan):
+            serial -= {row.row for row in each.admitted} | {fork.row for fork in each.forked}
+            serial.update(each.serial_rows.tolist() if each is not plan else ())
+        self.wire.append(Flight(plan, frozenset(serial)))
         self.num_steps += 1
         if self.num_steps % self._check_every == 0:
             self.check()
@@ -253,19 +259,19 @@ class World:
         self.num_blocks, self.model = num_blocks, model
         root = self.setup.root(model)
         roots = self.worker.roots
-        self.worker = FakeWorker(self.setup.limits.block_size, num_blocks)
+        self.worker = FakeWorker(self.setup.limits.block_size, num_blocks, self.setup.groups)
         self.worker.roots = roots
         live = self._live()
-        ended = self.scheduler.start_epoch(num_blocks, root, self.now_ns)
+        ended = self.scheduler.start_epoch(num_blocks, root, self.now_ns, self.setup.groups)
         self.is_connected = True
-        unfit = [each for each in live if not self._fits(each)]
-        assert set(ended) == {each.member for each in unfit}
-        self._close(unfit, FinishReason.ERROR)
+        for each in live:
+            assert self._fits(each) in {None, each.member not in ended}
+        self._close([self._witnesses[each] for each in ended], FinishReason.ERROR)
         self._forget_pins()
         assert not self.pins
-        self._replica.apply(self.events.take())
-        assert not self._replica.names
-        self._replica = self._new_replica()
+        self._follow()
+        assert not any(replica.names for replica in self._replicas)
+        self._replicas = self._new_replicas()
         self.check()
 
     # The end.
@@ -299,10 +305,13 @@ class World:
         assert self.scheduler.has_work == bool(self.families)
         assert self.scheduler.counters.generation_tokens == self._num_tokens
         assert self.scheduler.num_broken_pins == 0
-        self._replica.apply(self.events.take())
+        self._follow()
         pool = self.scheduler.pool
-        names = pool._index.keys() if pool is not None else set()
-        assert self._replica.names.keys() == names, "events and index differ"
+        for number, replica in enumerate(self._replicas):
+            found = {name for name in replica.names if pool and pool.lookup(name, number)}
+            assert len(found) == len(replica.names), "events and index differ"
+        known = sum(len(replica.names) for replica in self._replicas)
+        assert known == (len(pool._index) if pool else 0), "events and index differ"
 
     def _hear(self, outcome: StepOutcome) -> None:
         reasons = {}
@@ -353,18 +362,32 @@ class World:
             return [self._witnesses[member]]
         return [each for each in family.witnesses if each.member in self._witnesses]
 
+    def _witness_of(self, row: int) -> Witness:
+        owner = self.scheduler._state.rows.owner(row)
+        return self._witnesses[owner.root if owner.root.beam else owner]
+
     def _live(self) -> list[Witness]:
         return [each for family in self.families for each in family.witnesses if each.is_live]
 
-    def _fits(self, witness: Witness) -> bool:
+    def _fits(self, witness: Witness) -> bool | None:
         family = self._family_of(witness.member)
         forked = any(each.output for each in family.witnesses)
         width = 1 if forked else family.job.width
         return fits(self.scheduler, family.job, width, len(witness.output))
 
-    def _new_replica(self) -> KvReplica:
-        algorithm = HASH_ALGORITHMS[self.setup.algorithm]
-        return KvReplica(algorithm, self.setup.root(self.model), extras=AUDIENCES)
+    def _new_replicas(self) -> list[KvReplica]:
+        """Return who follows the events, one for each KV group."""
+        algorithm, root = HASH_ALGORITHMS[self.setup.algorithm], self.setup.root(self.model)
+        return [KvReplica(algorithm, root, extras=AUDIENCES) for _ in self.setup.groups]
+
+    def _follow(self) -> None:
+        events = self.events.take()
+        for number, replica in enumerate(self._replicas):
+            replica.apply(
+                event
+                for event in events
+                if isinstance(event, CacheCleared) or event.group == number
+            )
 
     def _forget_pins(self) -> None:
         self.pins -= {pin.number for pin in self.memory.pins.take_ended()}

@@ -98,7 +98,14 @@ class Llama:
         """
         weights, operations, config = self._weights, self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
-        columns = StepColumns(positions, slot_mapping, block_tables, seq_lens, query_start_loc)
+        columns = StepColumns(
+            positions,
+            slot_mapping,
+            block_tables,
+            seq_lens,
+            query_start_loc,
+            config.sliding_window,
+        )
         attention = operations.begin(columns, self._inverse_frequencies, kv_caches[0])
         hidden = functional.embedding(token_ids, weights.embedding)  # [T, E]
         added: torch.Tensor | None = None

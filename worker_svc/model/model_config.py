@@ -70,6 +70,9 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
 
+    sliding_window: int | None = None
+    """Tokens a token sees, itself included, in every layer. None: all before it."""
+
     def __post_init__(self) -> None:
         """Raise ModelError, naming the field, its value and its bound."""
         if self.num_heads % self.num_kv_heads:
@@ -125,6 +128,7 @@ def config_from_hf(values: Mapping[str, object]) -> ModelConfig:
         qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
         output_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", default=False),
+        sliding_window=_sliding_window(fields, architecture),
     )
 
 
@@ -200,12 +204,19 @@ def _refuse_unknown_variants(fields: Fields) -> None:
         raise _unknown("hidden_act", activation, ("silu",))
     if fields.has("quantization_config"):
         raise ModelError("quantization_config is set: quantised weights are read from GGUF only")
-    # Qwen2 gives a window that is off; Mistral gives one that is on.
-    if fields.has("sliding_window") and fields.flag("use_sliding_window", default=True):
+
+
+def _sliding_window(fields: Fields, architecture: str) -> int | None:
+    """Return the window of all layers, if there is one."""
+    # Qwen2 gives a window that is off, or on in some layers; Mistral gives one that is on.
+    if not fields.has("sliding_window") or not fields.flag("use_sliding_window", default=True):
+        return None
+    window = fields.count("sliding_window")
+    if architecture != "MistralForCausalLM":
         raise ModelError(
-            f"sliding_window is {fields.count('sliding_window')}, must be null: "
-            "sliding windows are not supported"
+            f"sliding_window is {window}, must be null: windows of {architecture} are not supported"
         )
+    return window
 
 
 def _rope_scaling(rope: Fields, max_position: int) -> RopeScaling | None:

@@ -65,4 +65,5 @@ class _NativeAttention:
             columns.seq_lens,
             columns.query_start_loc,
             head_dim**-0.5,
+            window=columns.window,
         )

@@ -24,13 +24,16 @@ class StepColumns:
     """[T] int64; -1 writes nothing."""
 
     block_tables: torch.Tensor
-    """[R, B] int32"""
+    """[R, B] int32. What lies before the window of a request's first new token is not read."""
 
     seq_lens: torch.Tensor
     """[R] int32, the new tokens included."""
 
     query_start_loc: torch.Tensor
     """[R + 1] int32, from 0 to T, rising by at least 1."""
+
+    window: int | None = None
+    """Tokens a token sees, itself included. None: all before it."""
 
 
 class StepAttention(Protocol):

@@ -55,7 +55,11 @@ class TorchOperations:
         dtype = cache[0].dtype
         return _TorchAttention(
             reference.plan_reads(
-                cache[0], columns.block_tables, columns.seq_lens, columns.query_start_loc
+                cache[0],
+                columns.block_tables,
+                columns.seq_lens,
+                columns.query_start_loc,
+                columns.window,
             ),
             columns.slot_mapping,
             cos.to(dtype),

@@ -10,24 +10,35 @@ class BlockTables:
     """One row of block ids per running request, for one KV group.
 
     Shapes: ids [max_rows, max_blocks] int32. `ids[row, i]` holds tokens
-        [i * block_size, (i + 1) * block_size) of the request in `row`. Entries from
-        `num_blocks[row]` on are stale, and never read.
+        [i * block_size, (i + 1) * block_size) of the request in `row`; 0, or a block that is
+        another's by now, if no token to come sees these. Entries from `num_blocks[row]` on are
+        stale, and never read.
     """
 
-    __slots__ = ("_last_block", "block_size", "ids", "num_blocks")
+    __slots__ = ("_last_block", "_windowed", "block_size", "ids", "num_blocks")
 
-    def __init__(self, max_rows: int, max_blocks: int, block_size: int, last_block: int) -> None:
+    def __init__(
+        self,
+        max_rows: int,
+        max_blocks: int,
+        block_size: int,
+        last_block: int,
+        *,
+        windowed: bool = False,
+    ) -> None:
+        """Make empty tables. Those of a windowed group may begin with null blocks."""
         self.ids: Int32Array = np.zeros((max_rows, max_blocks), dtype=np.int32)
         self.num_blocks: Int32Array = np.zeros(max_rows, dtype=np.int32)
         self.block_size = block_size
         self._last_block = last_block
+        self._windowed = windowed
 
     def replace(self, row: int, blocks: Int32Array) -> None:
         """Give a row these blocks, and no others.
 
         Raises: InvariantError if there are too many, or one is not in the cache.
         """
-        self._check(blocks, len(blocks))
+        self._check(blocks, len(blocks), first_block=0 if self._windowed else 1)
         self.ids[row, : len(blocks)] = blocks
         self.num_blocks[row] = len(blocks)
 
@@ -71,10 +82,10 @@ class BlockTables:
         """Return how many tokens the blocks of each row can hold. Shapes: rows, result [R]."""
         return self.num_blocks[rows].astype(np.int64) * self.block_size
 
-    def _check(self, blocks: Int32Array, num_blocks: int) -> None:
+    def _check(self, blocks: Int32Array, num_blocks: int, first_block: int = 1) -> None:
         if num_blocks > self.ids.shape[1]:
             raise InvariantError(f"a row gets {num_blocks} blocks, at most {self.ids.shape[1]}")
-        if len(blocks) and not (blocks.min() >= 1 and blocks.max() <= self._last_block):
+        if len(blocks) and not (blocks.min() >= first_block and blocks.max() <= self._last_block):
             raise InvariantError(
                 f"blocks {blocks.min()} to {blocks.max()} are granted, "
                 f"the cache has 1 to {self._last_block}"

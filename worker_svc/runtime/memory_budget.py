@@ -65,16 +65,22 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def num_blocks_that_fit(
-    cache_bytes: int, block_bytes: int, block_size: int, max_model_len: int
+    cache_bytes: int,
+    block_bytes: int,
+    block_size: int,
+    max_model_len: int,
+    most_held: int | None = None,
 ) -> int:
     """Return how many usable blocks `cache_bytes` hold, beside the null block.
+
+    `most_held`: tokens that a request of any length holds at a time. None: all it has.
 
     Raises: ConfigError if one request of `max_model_len` does not fit. It names the GiB needed
         and available and the greatest length that does.
     """
     # The null block is small change, and left out: a cache of 1,024 blocks' bytes has 1,024.
     num_blocks = cache_bytes // block_bytes
-    needed = blocks_for(max_model_len, block_size)
+    needed = blocks_for(min(max_model_len, most_held or max_model_len), block_size)
     if needed > num_blocks:
         raise ConfigError(
             f"max_model_len is {max_model_len}: one request needs "

@@ -54,9 +54,10 @@ class ModelRunner:
             blocks_for(max_model_len, kv_cache.block_size),
             kv_cache.block_size,
             last_block=kv_cache.num_blocks,
+            windowed=model.config.sliding_window is not None,
         )
         self.kv_cache = kv_cache
-        self.rows = Rows(max_num_seqs, max_model_len, tables, model.config.vocab_size)
+        self.rows = Rows(max_num_seqs, max_model_len, (tables,), model.config.vocab_size)
         self._model = model
         self._last_step_id = -1
 
@@ -105,8 +106,8 @@ class ModelRunner:
             inputs.token_ids,
             inputs.positions,
             self.kv_cache.layers,
-            inputs.slot_mapping,
-            inputs.block_tables,
+            inputs.slot_mappings[0],
+            inputs.block_tables[0],
             inputs.seq_lens,
             inputs.query_start_loc,
         )

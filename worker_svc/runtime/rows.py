@@ -32,7 +32,10 @@ class Rows:
         "tokens",
     )
 
-    def __init__(self, max_rows: int, max_tokens: int, tables: BlockTables, vocab: int) -> None:
+    def __init__(
+        self, max_rows: int, max_tokens: int, tables: tuple[BlockTables, ...], vocab: int
+    ) -> None:
+        """Make empty rows, with `tables` of each KV group. All tables of a row are equally long."""
         # The operating system zeroes a page when it is first touched: unused length costs nothing.
         self.tokens: Int32Array = np.zeros((max_rows, max_tokens), dtype=np.int32)
         self.num_tokens: Int32Array = np.zeros(max_rows, dtype=np.int32)
@@ -74,13 +77,14 @@ class Rows:
         computed, new = self.num_computed_tokens[rows], self.num_new_tokens[rows]
         ends = computed + new
         wrong = (computed < 0) | (new < 0) | (ends > self.num_tokens[rows])
-        wrong |= ends > self.block_tables.num_slots(rows)
+        for tables in self.block_tables:
+            wrong |= ends > tables.num_slots(rows)
         if wrong.any():
             row = int(rows[np.argmax(wrong)])
             raise InvariantError(
                 f"row {row} is to run {self.num_new_tokens[row]} tokens behind "
                 f"{self.num_computed_tokens[row]}, but has {self.num_tokens[row]} tokens and "
-                f"{self.block_tables.num_blocks[row]} blocks"
+                f"{min(int(tables.num_blocks[row]) for tables in self.block_tables)} blocks"
             )
         return rows
 
@@ -112,7 +116,7 @@ class Rows:
 
     def _fork(self, forked: tuple[ForkedRow, ...]) -> None:
         """Write what the parents know into the forked rows: each column is read, then written."""
-        forks = fork_columns(forked, self._known, self.block_tables.num_blocks)
+        forks = fork_columns(forked, self._known, self.block_tables[0].num_blocks)
         rows, parents = forks.rows, forks.parents
         # Rows that stay in place keep their tokens: most of a beam's, and thousands each.
         moved = rows != parents
@@ -121,7 +125,8 @@ class Rows:
             self.tokens[rows[moved], :longest] = self.tokens[parents[moved], :longest]
         for column in (self.num_tokens, self.num_computed_tokens, self.num_new_tokens):
             column[rows] = column[parents]
-        self.block_tables.fork(rows, parents, forks.num_blocks)
+        for tables in self.block_tables:
+            tables.fork(rows, parents, forks.num_blocks)
         self.sampling.fork(rows, parents, forks.sequence_indices)
         self._known[rows] = True
 
@@ -154,14 +159,20 @@ class Rows:
                 f"row {row} is to sample {entry.num_samples} tokens, must be 1 to "
                 f"{len(self._known)}, as many as there are rows"
             )
-        if len(entry.block_tables) != 1:
-            raise InvariantError(f"row {row} has {len(entry.block_tables)} block tables, not 1")
+        if len(entry.block_tables) != len(self.block_tables):
+            raise InvariantError(
+                f"row {row} has {len(entry.block_tables)} block tables, not "
+                f"{len(self.block_tables)}"
+            )
+        if len({len(table) for table in entry.block_tables}) > 1:
+            raise InvariantError(f"row {row} has block tables of different lengths")
         self._known[row] = True
         self.tokens[row, :count] = entry.tokens
         self.num_tokens[row] = count
         self.num_computed_tokens[row] = entry.num_computed_tokens
         self.num_new_tokens[row] = entry.num_new_tokens
-        self.block_tables.replace(row, entry.block_tables[0])
+        for tables, blocks in zip(self.block_tables, entry.block_tables, strict=True):
+            tables.replace(row, blocks)
         self.sampling.write(row, entry)
         self.failures.pop(row, None)
         if not (entry.tokens.min() >= 0 and entry.tokens.max() < self._vocab_size):
@@ -171,11 +182,14 @@ class Rows:
         return f"a token id is not in 0 to {self._vocab_size - 1}"
 
     def _append(self, plan: StepPlan) -> None:
-        if len(plan.appended) > 1:
-            raise InvariantError(f"{len(plan.appended)} KV groups gain blocks, there is 1")
-        for rows, blocks in plan.appended:
+        if len(plan.appended) > len(self.block_tables):
+            raise InvariantError(
+                f"{len(plan.appended)} KV groups gain blocks, the model has "
+                f"{len(self.block_tables)}"
+            )
+        for tables, (rows, blocks) in zip(self.block_tables, plan.appended, strict=False):
             self._check_known(rows, "given blocks")
-            self.block_tables.append(rows, blocks)
+            tables.append(rows, blocks)
 
     def _check_known(self, rows: Int32Array, what: str) -> None:
         self._check_range(rows)

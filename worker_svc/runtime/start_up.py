@@ -83,8 +83,13 @@ def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner,
     num_blocks = limits.num_gpu_blocks_override
     if num_blocks is None:
         cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(model, limits)
+        most_held = None
+        if config.sliding_window is not None:
+            # A window and a step, and a block more where that begins inside one.
+            step_tokens = config.sliding_window - 1 + limits.max_num_batched_tokens
+            most_held = step_tokens + limits.block_size
         num_blocks = num_blocks_that_fit(
-            cache_bytes, bytes_of_block, limits.block_size, max_model_len
+            cache_bytes, bytes_of_block, limits.block_size, max_model_len, most_held
         )
     cache = KVCache(config, num_blocks, limits.block_size, model.dtype, model.device)
     runner = ModelRunner(

@@ -22,11 +22,12 @@ class StepInputs:
     positions: torch.Tensor
     """[T] int64. Place of each token in its sequence, from 0."""
 
-    slot_mapping: torch.Tensor
-    """[T] int64. Where each token's keys and values go."""
+    slot_mappings: tuple[torch.Tensor, ...]
+    """Per KV group, [T] int64. Where each token's keys and values go."""
 
-    block_tables: torch.Tensor
-    """[R, B] int32. B is what the longest row needs; stale behind a row's own blocks."""
+    block_tables: tuple[torch.Tensor, ...]
+    """Per KV group, [R, B] int32. B is what the longest row needs; stale behind a row's own
+    blocks, and before a window."""
 
     seq_lens: torch.Tensor
     """[R] int32. Tokens each row attends to, its new ones included."""
@@ -55,8 +56,8 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
     row_of_token = np.repeat(running, counts)
     positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], counts)
     samples = seq_lens == rows.num_tokens[running]
-    tables = rows.block_tables
-    width = -(-int(seq_lens.max()) // tables.block_size)
+    groups = rows.block_tables
+    width = -(-int(seq_lens.max()) // groups[0].block_size)
 
     def place(column: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> torch.Tensor:
         return torch.from_numpy(column).to(device)
@@ -64,8 +65,10 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
     return StepInputs(
         token_ids=place(rows.tokens[row_of_token, positions].astype(np.int64)),
         positions=place(positions),
-        slot_mapping=place(tables.slot_mapping(row_of_token, positions)),
-        block_tables=place(tables.ids[running, :width]),
+        slot_mappings=tuple(
+            place(tables.slot_mapping(row_of_token, positions)) for tables in groups
+        ),
+        block_tables=tuple(place(tables.ids[running, :width]) for tables in groups),
         seq_lens=place(seq_lens.astype(np.int32)),
         query_start_loc=place(query_start_loc.astype(np.int32)),
         sampling_rows=running[samples],

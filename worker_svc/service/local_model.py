@@ -71,6 +71,7 @@ class LocalModel:
                     num_layers=config.num_layers,
                     num_kv_heads=config.num_kv_heads,
                     head_dim=config.head_dim,
+                    sliding_window=config.sliding_window or 0,
                 )
             ],
         )

@@ -88,7 +88,7 @@ class GenerateArguments(ChatArguments, total=False):
     """Added to the logits of these ids."""
 
     allowed_token_ids: Sequence[int] | None
-    """Only these may be drawn."""
+    """Only these may be drawn: at least one."""
 
     bad_words: Sequence[str] | None
     """Strings that must not appear."""

@@ -94,13 +94,19 @@ def generate_request(arguments: GenerateArguments) -> inference_pb2.GenerateRequ
     """Return the message for these arguments.
 
     Raises: TypeError for a name that is none; InvalidArgumentError for a value that no
-        message can hold, and if not exactly one of prompt and messages is given.
+        message can hold or that allows no token, and if not exactly one of prompt and
+            messages is given.
     """
     given = _given(arguments, _KNOWN, "generate")
     if ("prompt" in given) == ("messages" in given):
         raise InvalidArgumentError("exactly one of prompt and messages is needed", field="prompt")
     if isinstance(given.get("stop"), str):
         given["stop"] = [given["stop"]]
+    if "allowed_token_ids" in given and not given["allowed_token_ids"]:
+        # In a message, no ids are all ids.
+        raise InvalidArgumentError(
+            "allowed_token_ids is empty, must have at least 1 id", field="allowed_token_ids"
+        )
 
     request = _message(inference_pb2.GenerateRequest, given, _PLAIN)
     if "messages" in given:

@@ -165,7 +165,7 @@ class Sampling(_message.Message):
     """
     n: _builtins.int
     """Sequences wanted for the one prompt, at most as many as a step may have
-    (max_num_seqs). 0 and unset mean 1.
+    (max_num_seqs), at least 1. Unset: 1.
     """
     presence_penalty: _builtins.float
     """Subtracted once from the logit of every token already in the output. Bounds [-2, 2].

@@ -74,10 +74,10 @@ def test_simulate_prints_one_json_object() -> None:
 
 
 @pytest.mark.parametrize("flag", ["--n", "--beam-width"])
-def test_simulate_refuses_forks(flag: str) -> None:
-    ended = _pagemill("simulate", "--lengths", "sharegpt", flag, "2")
-    assert ended.returncode == 2
-    assert f"{flag} is 2, but the core has no forks yet" in ended.stderr
+def test_simulate_tells_the_blocks_that_forks_save(flag: str) -> None:
+    ended = _pagemill("simulate", "--lengths", "sharegpt", "--requests", "40", flag, "2", "--json")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert 0 < json.loads(ended.stdout)["blocks_saved_share"] < 1
 
 
 def test_bench_step_prints_a_line_for_each_size() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fake_worker import generate_alone
+from fake_worker import generate_alone, search_alone
 from scheduler_bench import Bench, bench, grouped_bench, limits, request
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.errors import NeverFitsError
@@ -16,7 +16,7 @@ from scheduler_svc.core.kv_events import BlockRemoved, BlocksStored, KvEventLog
 from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.length_limit import length_limit
-from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.request import BeamOptions, FinishReason, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.victims import VICTIM_POLICIES
 from scheduler_svc.core.waiting_queue import waiting_queue
@@ -43,9 +43,23 @@ class Job:
     arrives: int
     aborted: int | None
     read_cache: bool
+    beam: BeamOptions | None
 
     def request(self, name: str) -> Request:
-        return request(name, self.prompt, self.max_output, n=self.n, read_cache=self.read_cache)
+        return request(
+            name,
+            self.prompt,
+            self.max_output,
+            n=1 if self.beam else self.n,
+            read_cache=self.read_cache,
+            beam=self.beam,
+        )
+
+    def alone(self, member: Request) -> list[int]:
+        if self.beam is None:
+            return generate_alone(self.prompt, self.max_output, NO_STOP, member.index)
+        found = search_alone(self.prompt, self.beam, member.stopping, self.max_output)
+        return list(found[0].tokens)
 
 
 jobs = st.builds(
@@ -56,6 +70,7 @@ jobs = st.builds(
     arrives=st.integers(0, 8),
     aborted=st.none() | st.none() | st.integers(0, 15),
     read_cache=st.booleans(),
+    beam=st.none() | st.none() | st.builds(BeamOptions, width=st.integers(1, 4)),
 )
 
 
@@ -142,12 +157,13 @@ def test_no_groups_change_the_tokens_of_a_request(
     for job, each in zip(load, requests, strict=True):
         for member in each.members:
             output = member.output_token_ids().tolist()
-            alone = generate_alone(job.prompt, job.max_output, NO_STOP, member.index)
+            alone = job.alone(member)
             if member.finish_reason is FinishReason.LENGTH:
                 assert output == alone
             else:
                 assert failing or job.aborted is not None
-                assert output == alone[: len(output)]
+                # A search that did not end has chosen nothing.
+                assert job.beam is not None or output == alone[: len(output)]
 
 
 def assert_bounded(table: Bench) -> None:
@@ -155,6 +171,8 @@ def assert_bounded(table: Bench) -> None:
     scheduler, groups = table.scheduler, table.groups
     bounds = scheduler.limits
     for each in held(scheduler):
+        if each.root.beam is not None:
+            continue  # Beams that come back take whole tables.
         for number, group in enumerate(groups):
             kept = sum(block != NULL_BLOCK for block in each.blocks[number :: len(groups)])
             assert kept <= group.most_blocks(
@@ -371,6 +389,23 @@ def test_what_a_failed_row_wrote_is_in_doubt_behind_a_window_too() -> None:
     assert second.output_token_ids().tolist() == generate_alone([1] * 4 + [0, 0, 1], 6, NO_STOP)
 
 
+def test_what_a_row_in_doubt_wrote_and_gave_back_cannot_be_hit() -> None:
+    table = grouped_bench((KvGroup(window=2),), 16, depth=2, rows=2, length=40, budget=16)
+    prompt = [1] * 4 + [0] * 4 + [1]
+    first, second = request("a", [1] * 4, 6), request("b", prompt, 6)
+    table.send(first, second)
+    table.plan(frozenset({0}))
+    written = table.scheduler._state.prefixes.names(second)[1]
+    assert second.admitted_tokens == 4
+    assert pool_of(table).lookup(written) == second.blocks[1]
+    table.plan()
+    assert second.blocks[:2] == [NULL_BLOCK] * 2
+    table.answer()
+    assert pool_of(table).lookup(written) is None
+    table.run()
+    assert second.output_token_ids().tolist() == generate_alone(prompt, 6, NO_STOP)
+
+
 def test_events_name_their_group_and_a_parent_that_is_not_held() -> None:
     events = KvEventLog()
     groups = (FULL, KvGroup(window=4))
@@ -393,6 +428,21 @@ def test_events_name_their_group_and_a_parent_that_is_not_held() -> None:
     assert sorted(removed, key=str) == sorted(
         (BlockRemoved(event.names[0], event.group) for event in stored), key=str
     )
+
+
+def test_a_prompt_that_waits_leaves_the_rest_of_another_its_blocks() -> None:
+    groups = (FULL, KvGroup(window=4))
+    # 32 tokens take 8 blocks, and 4 at a time in the window; those of 8 take 2 and 2.
+    table = grouped_bench(groups, 15, budget=16, long_prefill_token_threshold=8, length=40)
+    long, short = request("long", list(range(32)), 1), request("short", [7] * 8, 1)
+    table.send(long, short)
+    table.plan()
+    # 11 blocks are free, of which the rest of the long prompt takes 8.
+    assert pool_of(table).num_free == 11
+    assert short.row is None
+    table.run()
+    assert table.scheduler.counters.preemptions == 0
+    assert short.finish_reason is FinishReason.LENGTH
 
 
 def test_a_group_that_sees_all_twice_takes_twice_the_blocks() -> None:

@@ -123,7 +123,8 @@ INVALID = [
     (with_sampling(top_k=-5), "sampling.top_k", "is -5, must be in [-1, ∞)"),
     (with_sampling(min_p=2), "sampling.min_p", "2.0"),
     (with_sampling(n=10**9), "sampling.n", "1000000000"),
-    (with_sampling(n=9), "sampling.n", "is 9, must be in [0, 8]; a step has at most 8 sequences"),
+    (with_sampling(n=9), "sampling.n", "is 9, must be in [1, 8]; a step has at most 8 sequences"),
+    (with_sampling(n=0), "sampling.n", "is 0, must be in [1, 8]"),
     (with_sampling(presence_penalty=3), "sampling.presence_penalty", "3.0"),
     (with_sampling(frequency_penalty=-3), "sampling.frequency_penalty", "-3.0"),
     (with_sampling(repetition_penalty=0), "sampling.repetition_penalty", "must be in (0, ∞)"),
@@ -222,7 +223,7 @@ async def test_a_field_of_later_versions_is_refused_by_name(
 
 async def test_neutral_values_of_later_fields_are_served() -> None:
     neutral = with_sampling(
-        n=0, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_k=-1
+        n=1, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_k=-1
     )
     submission = await read(neutral)
     assert submission.sampling.top_k == 0
@@ -234,7 +235,7 @@ async def test_the_tenant_is_taken_as_it_is() -> None:
     assert (await read(asking(tenant="Ä, Ltd. = 1"))).tenant == "Ä, Ltd. = 1"
 
 
-@pytest.mark.parametrize(("n", "count"), [(None, 1), (0, 1), (1, 1), (8, 8)])
+@pytest.mark.parametrize(("n", "count"), [(None, 1), (1, 1), (8, 8)])
 async def test_a_request_says_how_many_sequences_it_wants(n: int | None, count: int) -> None:
     submission = await read(asking() if n is None else with_sampling(n=n))
     assert (submission.num_sequences, submission.num_outputs) == (count, count)

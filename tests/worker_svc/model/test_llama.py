@@ -95,6 +95,7 @@ def variants() -> dict[str, PreTrainedModel]:
         ),
         "llama3 rope": LlamaForCausalLM(LlamaConfig(**SHAPE, rope_parameters=LLAMA3)),
         "mistral": MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=None)),
+        "windowed mistral": MistralForCausalLM(MistralConfig(**SHAPE, sliding_window=5)),
         "qwen2": Qwen2ForCausalLM(Qwen2Config(**SHAPE)),
     }
 

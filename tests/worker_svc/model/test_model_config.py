@@ -113,7 +113,14 @@ def test_what_would_change_the_numbers_is_refused(change: dict[str, object], mes
 
 
 def test_a_window_that_is_off_is_no_window() -> None:
-    config_from_hf(LLAMA | {"sliding_window": 4096, "use_sliding_window": False})
+    config = config_from_hf(LLAMA | {"sliding_window": 4096, "use_sliding_window": False})
+    assert config.sliding_window is None
+
+
+def test_a_mistral_has_the_window_it_gives() -> None:
+    mistral = LLAMA | {"architectures": ["MistralForCausalLM"]}
+    assert config_from_hf(mistral | {"sliding_window": 4096}).sliding_window == 4096
+    assert config_from_hf(mistral | {"sliding_window": None}).sliding_window is None
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:

@@ -118,7 +118,7 @@ def admission(
 
 def new_rows() -> Rows:
     """Rows 0 and 1 have three tokens, ran them and sampled 50 and 51; rows 2 and 3 are free."""
-    rows = Rows(max_rows=4, max_tokens=16, tables=BlockTables(4, 4, 4, last_block=20), vocab=100)
+    rows = Rows(max_rows=4, max_tokens=16, tables=(BlockTables(4, 4, 4, last_block=20),), vocab=100)
     params = SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=2**64 - 1)
     first, second = admission(0, [1, 2, 3], [5, 6], params), admission(1, [7, 8, 9], [7])
     rows.apply(make_plan(0, admitted=[first, second]))
@@ -132,8 +132,8 @@ def test_a_fork_takes_over_all_that_its_parent_knows() -> None:
     rows.apply(make_plan(1, forked=[ForkedRow(3, 0, 17, None, 2)]))
     assert rows.tokens[3, :4].tolist() == [1, 2, 3, 50]
     assert (rows.num_tokens[3], rows.num_computed_tokens[3], rows.num_new_tokens[3]) == (4, 3, 1)
-    assert rows.block_tables.ids[3, :2].tolist() == [5, 6]
-    assert rows.block_tables.num_blocks[3] == 2
+    assert rows.block_tables[0].ids[3, :2].tolist() == [5, 6]
+    assert rows.block_tables[0].num_blocks[3] == 2
     columns = rows.sampling
     assert columns.seed[3] == 2**64 - 1
     assert columns.temperature[3] == 0.5
@@ -148,9 +148,9 @@ def test_rows_can_change_places() -> None:
     forks = [ForkedRow(0, 1, 1, None, 1), ForkedRow(1, 0, 0, 60, 2), ForkedRow(2, 0, 2, 61, 0)]
     rows.apply(make_plan(1, forked=forks))
     assert rows.tokens[:3, :4].tolist() == [[7, 8, 9, 51], [1, 2, 3, 60], [1, 2, 3, 61]]
-    assert rows.block_tables.num_blocks.tolist()[:3] == [1, 2, 0]
-    assert rows.block_tables.ids[0, 0] == 7
-    assert rows.block_tables.ids[1, :2].tolist() == [5, 6]
+    assert rows.block_tables[0].num_blocks.tolist()[:3] == [1, 2, 0]
+    assert rows.block_tables[0].ids[0, 0] == 7
+    assert rows.block_tables[0].ids[1, :2].tolist() == [5, 6]
     assert rows.sampling.top_k.tolist()[:3] == [0, 3, 3]
 
 
@@ -160,8 +160,8 @@ def test_a_row_forked_in_place_is_shortened_after_others_have_read_it() -> None:
     rows.apply(make_plan(1, forked=forks, appended=[(0, 8)]))
     assert rows.tokens[0, :4].tolist() == [1, 2, 3, 70]
     assert rows.tokens[2, :4].tolist() == [1, 2, 3, 50]
-    assert rows.block_tables.ids[0, :2].tolist() == [5, 8]
-    assert rows.block_tables.ids[2, :2].tolist() == [5, 6]
+    assert rows.block_tables[0].ids[0, :2].tolist() == [5, 8]
+    assert rows.block_tables[0].ids[2, :2].tolist() == [5, 6]
     assert rows.sampling.sequence_index[[0, 2]].tolist() == [9, 1]
 
 

@@ -1,16 +1,25 @@
 """Rows do what the plan says, in the plan's order, and refuse a plan that does not fit them."""
 
+from dataclasses import replace
+
 import pytest
 
 from plan_driver import int32, make_plan
 from worker_svc.errors import InvariantError
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.rows import Rows
-from worker_svc.runtime.step_plan import AdmittedRow, AppendedBlocks, SamplingParams, StepPlan
+from worker_svc.runtime.step_plan import (
+    AdmittedRow,
+    AppendedBlocks,
+    ForkedRow,
+    Int32Array,
+    SamplingParams,
+    StepPlan,
+)
 
 
 def new_rows() -> Rows:
-    return Rows(max_rows=4, max_tokens=16, tables=BlockTables(4, 4, 4, last_block=20), vocab=100)
+    return Rows(max_rows=4, max_tokens=16, tables=(BlockTables(4, 4, 4, last_block=20),), vocab=100)
 
 
 def admission(row: int, count: int = 3, computed: int = 0, new: int | None = None) -> AdmittedRow:
@@ -25,6 +34,29 @@ def admission(row: int, count: int = 3, computed: int = 0, new: int | None = Non
         sampling=SamplingParams(temperature=0.5, top_k=3, top_p=0.9, min_p=0.1, seed=2**64 - 1),
         sequence_index=row,
     )
+
+
+def test_each_kv_group_of_a_row_has_a_table_and_a_window_may_begin_with_nothing() -> None:
+    tables = (BlockTables(2, 4, 4, 50), BlockTables(2, 4, 4, 50, windowed=True))
+    rows = Rows(2, 16, tables, vocab=100)
+    row = replace(admission(0), block_tables=(int32(3, 4), int32(0, 5)))
+    rows.apply(make_plan(0, admitted=[row]))
+    gains = (AppendedBlocks(int32(0), int32(6)), AppendedBlocks(int32(0), int32(7)))
+    rows.apply(replace(make_plan(1), appended=gains))
+    assert [table.ids[0, :3].tolist() for table in tables] == [[3, 4, 6], [0, 5, 7]]
+    rows.apply(make_plan(2, forked=[ForkedRow(1, 0, 1, None, 2)]))
+    assert [table.ids[1, :2].tolist() for table in tables] == [[3, 4], [0, 5]]
+    assert [table.num_blocks.tolist() for table in tables] == [[3, 2], [3, 2]]
+
+
+@pytest.mark.parametrize(
+    "blocks", [(int32(1),), (int32(1), int32(2, 3)), (int32(0), int32(1)), (int32(1),) * 3]
+)
+def test_tables_that_do_not_fit_the_kv_groups_are_refused(blocks: tuple[Int32Array, ...]) -> None:
+    tables = (BlockTables(2, 4, 4, 50), BlockTables(2, 4, 4, 50, windowed=True))
+    rows = Rows(2, 16, tables, vocab=100)
+    with pytest.raises(InvariantError):
+        rows.apply(make_plan(0, admitted=[replace(admission(0), block_tables=blocks)]))
 
 
 def progress(rows: Rows, row: int) -> tuple[int, int]:
@@ -69,7 +101,7 @@ def test_an_admission_replaces_what_was_in_the_row() -> None:
     rows.apply(make_plan(1, admitted=[admission(0, count=2)], appended=[(0, 9)]))
     assert progress(rows, 0) == (0, 2)
     assert rows.num_tokens[0] == 2
-    assert rows.block_tables.ids[0, :2].tolist() == [1, 9]
+    assert rows.block_tables[0].ids[0, :2].tolist() == [1, 9]
 
 
 def test_an_admission_ends_a_failure() -> None:
@@ -140,7 +172,7 @@ def test_there_is_one_kv_group() -> None:
     broken = StepPlan(
         **{name: getattr(plan, name) for name in StepPlan.__slots__} | {"appended": (two, two)}
     )
-    with pytest.raises(InvariantError, match="2 KV groups gain blocks, there is 1"):
+    with pytest.raises(InvariantError, match="2 KV groups gain blocks, the model has 1"):
         rows.apply(broken)
 
 

@@ -1,5 +1,6 @@
 """A runner is made within its limits, or refused by an error that names the limit."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,16 @@ def test_bytes_given_are_divided(loaded: LoadedModel) -> None:
     assert (report.max_model_len, report.max_concurrency) == (512, 1.0)
     with pytest.raises(ConfigError, match=r"needs 0.00 GiB .* must be at most 496"):
         make_runner(loaded, RunnerLimits(kv_cache_memory_bytes=num_bytes - 6))
+
+
+def test_a_window_needs_no_memory_for_the_whole_length(loaded: LoadedModel) -> None:
+    loaded.model.config = replace(loaded.model.config, sliding_window=33)
+    # 32 tokens that the first of a step sees, 64 of the step, and a block begun inside: 7 blocks.
+    num_bytes = 7 * block_bytes(loaded.model.config, 16, torch.float32)
+    limits = RunnerLimits(kv_cache_memory_bytes=num_bytes, max_num_batched_tokens=64)
+    assert make_runner(loaded, limits)[0].kv_cache.num_blocks == 7
+    with pytest.raises(ConfigError, match="max_model_len is 512"):
+        make_runner(loaded, replace(limits, kv_cache_memory_bytes=num_bytes - 1))
 
 
 def test_memory_is_measured_unless_it_is_given(loaded: LoadedModel) -> None:

@@ -26,7 +26,7 @@ def test_columns_are_what_one_would_write_by_hand(
     load: dict[int, tuple[int, int, int]], seed: int
 ) -> None:
     rng = np.random.default_rng(seed)
-    rows = Rows(8, MAX_TOKENS, BlockTables(8, 10, BLOCK_SIZE, last_block=99), vocab=1000)
+    rows = Rows(8, MAX_TOKENS, (BlockTables(8, 10, BLOCK_SIZE, last_block=99),), vocab=1000)
     known = {}
     for row, (count, computed, new) in load.items():
         tokens = rng.integers(0, 1000, count).astype(np.int32)
@@ -58,26 +58,26 @@ def test_columns_are_what_one_would_write_by_hand(
         starts.append(len(token_ids))
         seq_lens.append(computed + new)
         used = blocks[: -(-(computed + new) // BLOCK_SIZE)]
-        assert found.block_tables[place, : len(used)].tolist() == used.tolist()
+        assert found.block_tables[0][place, : len(used)].tolist() == used.tolist()
         if computed + new == len(tokens):
             sampling.append(row)
             last_tokens.append(len(token_ids) - 1)
     assert found.token_ids.tolist() == token_ids
     assert found.positions.tolist() == positions
-    assert found.slot_mapping.tolist() == slots
+    assert found.slot_mappings[0].tolist() == slots
     assert found.query_start_loc.tolist() == starts
     assert found.seq_lens.tolist() == seq_lens
     assert found.sampling_rows.tolist() == sampling
     assert found.last_tokens.tolist() == last_tokens
-    assert found.block_tables.shape[1] == -(-max(seq_lens) // BLOCK_SIZE)
-    for column in (found.token_ids, found.positions, found.slot_mapping, found.last_tokens):
+    assert found.block_tables[0].shape[1] == -(-max(seq_lens) // BLOCK_SIZE)
+    for column in (found.token_ids, found.positions, found.slot_mappings[0], found.last_tokens):
         assert column.dtype == torch.int64
-    for column in (found.block_tables, found.seq_lens, found.query_start_loc):
+    for column in (found.block_tables[0], found.seq_lens, found.query_start_loc):
         assert column.dtype == torch.int32
 
 
 def test_a_token_just_sampled_is_the_next_to_run() -> None:
-    rows = Rows(2, MAX_TOKENS, BlockTables(2, 10, BLOCK_SIZE, last_block=9), vocab=100)
+    rows = Rows(2, MAX_TOKENS, (BlockTables(2, 10, BLOCK_SIZE, last_block=9),), vocab=100)
     entry = AdmittedRow(1, "r", int32(5, 6), 2, 0, 2, (int32(3),), SamplingParams())
     rows.apply(make_plan(0, admitted=[entry]))
     rows.append_tokens(rows.running(), int32(42))
@@ -85,4 +85,4 @@ def test_a_token_just_sampled_is_the_next_to_run() -> None:
     found = build_step_inputs(rows, rows.running(), torch.device("cpu"))
     assert found.token_ids.tolist() == [42]
     assert found.positions.tolist() == [2]
-    assert found.slot_mapping.tolist() == [3 * BLOCK_SIZE + 2]
+    assert found.slot_mappings[0].tolist() == [3 * BLOCK_SIZE + 2]
