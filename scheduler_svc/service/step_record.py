@@ -25,7 +25,7 @@ class StepRecord:
     """Tokens that ran, over all rows."""
 
     num_sampled: int
-    """Tokens sampled for live requests."""
+    """Tokens sampled for live requests. Of a beam search one for each beam."""
 
     num_preempted: int
     """Requests that lost their blocks for this step."""
