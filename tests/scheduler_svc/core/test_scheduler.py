@@ -338,23 +338,6 @@ def test_a_preempted_request_keeps_the_token_in_flight() -> None:
         assert each.output_token_ids().tolist() == generate_alone(prompt, 20, frozenset())
 
 
-def test_a_preempted_request_waits_for_its_token_in_flight() -> None:
-    # Three steps in flight, so that there is room for it before the token is there.
-    table = bench(10, budget=100, length=40, depth=3)
-    first, second = request("a", [0] * 19, 20), request("b", [1] * 19, 20)
-    table.send(first, second)
-    while not second.num_preemptions:
-        if table.plan() is None:
-            table.answer()
-    while second.num_pending_tokens > 1:
-        table.answer()
-    table.scheduler.abort(first, table.now_ns)
-    assert table.plan() is None
-    assert table.scheduler.num_in_flight < 3
-    table.run()
-    assert second.output_token_ids().tolist() == generate_alone([1] * 19, 20, frozenset())
-
-
 def test_a_resumed_request_hits_what_it_left_behind() -> None:
     table = bench()
     each = request("x", [0, 1] * 4, 12)
