@@ -218,7 +218,7 @@ class Stack:
         assert pool is not None
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert (pool.num_used, pool.num_free) == (0, pool.num_blocks)
-        assert all(pool.num_users(BlockId(block)) == 0 for block in range(pool.num_blocks + 1))
+        assert all(pool.num_users(BlockId(block)) == 0 for block in range(1, pool.num_blocks + 1))
         assert not any((state.live, state.families, state.beams, state.pending_forks))
         assert not any((self.engine._streams, self.engine._piles))
         load = await self.client.load()
