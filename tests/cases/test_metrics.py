@@ -270,7 +270,12 @@ async def test_case_I_03_every_sampled_call_has_one_span_however_it_ends(
         async with tracing(os.environ, version="0.0.0", steps_every=1) as traces:
             assert traces is not None
             async with serving(
-                bench_t, num_blocks=16, max_model_len=256, traces=traces, step_s=0.005
+                bench_t,
+                num_blocks=16,
+                max_model_len=256,
+                preemption_victim="newest",
+                traces=traces,
+                step_s=0.005,
             ) as stack:
                 await _calls(stack)
         _check_spans(receiver)
@@ -318,7 +323,10 @@ async def _calls(stack: Stack) -> None:
     await stack.add_worker(step_s=0.005)
     await outlives
     # Two that do not fit together: the newer is preempted.
-    await asyncio.gather(call(0, prompt=[9] * 4, max_tokens=40), call(7, max_tokens=40))
+    older = asyncio.create_task(call(0, prompt=[9] * 4, max_tokens=40))
+    await until(lambda: stack.scheduler.num_running == 1)
+    await call(7, max_tokens=40)
+    await older
     await call(8, flag="malformed")
     await call(9, flag="00")
 
