@@ -201,4 +201,4 @@ class StepOutcome:
     """Requests that this step ended."""
 
     searching: list[Request] = field(default_factory=list)
-    """Requests whose beams were answered, once for each beam: their tokens come at the end."""
+    """Requests of beams that were answered, once for each beam; their tokens come at the end."""

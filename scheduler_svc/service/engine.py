@@ -328,22 +328,25 @@ class Engine:
         return len(self._streams)
 
     def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
-        """End a tenant's live requests with reason ABORT; None ends all. Return (ended, not live).
-
-        Cost: O(live requests).
-        """
-        live = {
-            request.request_id: stream
-            for request, stream in self._streams.items()
-            if stream.is_live and request.tenant == tenant
-        }
+        """End a tenant's live requests; see EngineDoor. Cost: O(live requests)."""
+        theirs = (stream for stream in self._streams.values() if stream.request.tenant == tenant)
+        live = {stream.request.request_id: stream for stream in theirs if stream.is_live}
         wanted = list(live) if request_ids is None else dict.fromkeys(request_ids)
         aborted = [request_id for request_id in wanted if request_id in live]
-        with self._scheduling() as scheduler:
-            for request_id in aborted:
-                scheduler.abort_family(live[request_id].request, time.monotonic_ns())
-                live[request_id].end_finished()
+        self._abort([live[request_id] for request_id in aborted])
         return aborted, [request_id for request_id in wanted if request_id not in live]
+
+    def abort_everyone(self) -> list[str]:
+        """End the live requests of all tenants; see EngineDoor."""
+        live = [stream for stream in self._streams.values() if stream.is_live]
+        self._abort(live)
+        return [stream.request.request_id for stream in live]
+
+    def _abort(self, streams: Sequence[RequestStream]) -> None:
+        with self._scheduling() as scheduler:
+            for stream in streams:
+                scheduler.abort_family(stream.request, time.monotonic_ns())
+                stream.end_finished()
 
     def fail_all(self, error: UnavailableError) -> None:
         """End every live request with an error."""
@@ -380,10 +383,7 @@ class Engine:
                 raise UnknownPinError("no pin has this pin_id; it may have ended")
 
     async def drain(self, *, for_good: bool = False) -> None:
-        """Refuse new requests, and return when none is left. Wait as long as the caller does.
-
-        Once it was `for_good`, nothing resumes.
-        """
+        """Refuse new requests, and return when none is left; `for_good`: nothing resumes then."""
         self._draining = True
         self._stopping |= for_good
         self.serving.set(False)
