@@ -215,3 +215,13 @@ def test_the_next_blocks_of_many_are_named_like_those_of_each(
         expected.append(first if is_first else second)
     view = memoryview(array("i", tokens))
     assert algorithm.hash_next_blocks(view, 4, chains) == expected
+
+
+@pytest.mark.parametrize("algorithm", HASH_ALGORITHMS.values(), ids=lambda each: each.name)
+def test_an_adapter_enters_every_block_and_not_the_first_alone(algorithm: HashAlgorithm) -> None:
+    tokens, parent = memoryview(array("i", [1, 2, 3, 4])), BlockHash(bytes(32))
+    names = [
+        algorithm.hash_full_blocks(tokens, 2, parent, ExtraKeys(adapter=adapter), start=2)
+        for adapter in (None, Adapter("a", 1), Adapter("a", 2), Adapter("b", 1))
+    ]
+    assert len({name for each in names for name in each}) == 8
