@@ -209,3 +209,15 @@ def test_cheapest_computes_less_again_than_newest() -> None:
     cheap = sum(recomputed("cheapest", seed=seed) for seed in seeds)
     new = sum(recomputed("newest", seed=seed) for seed in seeds)
     assert 0 < cheap < new, (cheap, new)
+
+
+def test_a_row_pauses_until_its_pauses_weigh_what_the_victim_costs() -> None:
+    # The first row goes on for a block of 32 tokens; the second needs one after its first token.
+    table = bench(3, block_size=32, length=128)
+    first, second = request("a", [0] * 33, 40), request("b", [1] * 31, 40)
+    table.send(first, second)
+    while not table.scheduler.counters.preemptions:
+        table.turn()
+    assert second.num_preemptions == 1
+    # It had computed 32 tokens, and a pause weighs 4: the eighth would weigh as much.
+    assert table.scheduler.counters.pauses == 7
