@@ -205,11 +205,12 @@ def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
 
 def _check_sequences(field: str, count: int, least: int, max_num_seqs: int) -> None:
     """Refuse fewer sequences than make sense, and more than a step can have."""
-    if not least <= count <= max_num_seqs:
+    if count < least:
+        raise InvalidRequestError(field, f"{field} is {count}, must be at least {least}")
+    if count > max_num_seqs:
         raise InvalidRequestError(
             field,
-            f"{field} is {count}, must be in [{least}, {max_num_seqs}]; "
-            f"a step has at most {max_num_seqs} sequences",
+            f"{field} is {count}, must be at most {max_num_seqs}, the sequences that a step may have",
         )
 
 

@@ -196,8 +196,8 @@ async def test_without_beams_no_sequence_has_a_score(served: Loopback) -> None:
 @pytest.mark.parametrize(
     ("request_", "words"),
     [
-        (asking(9), "sampling.n is 9, must be in [1, 8]"),
-        (GenerateRequest(text="x", beam=BeamSearch(width=9)), "beam.width is 9, must be in [2, 8]"),
+        (asking(9), "sampling.n is 9, must be at most 8"),
+        (GenerateRequest(text="x", beam=BeamSearch(width=9)), "beam.width is 9, must be at most 8"),
         (
             GenerateRequest(text="x", beam=BeamSearch(width=2), stopping=Stopping(stop=["."])),
             "stopping.stop has no meaning in beam search",
