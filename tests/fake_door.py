@@ -225,6 +225,12 @@ class FakeDoor:
             live[id_].aborted.set()
         return aborted, [id_ for id_ in wanted if id_ not in live]
 
+    def abort_everyone(self) -> list[str]:
+        """End all requests."""
+        for stream in self.live.values():
+            stream.aborted.set()
+        return [request_id for _, request_id in self.live]
+
     def load(self) -> Load:
         """Say how many are live; the pool is made up."""
         totals = Totals(self.num_steps, 11, 22, 33, 12, 4, 5)

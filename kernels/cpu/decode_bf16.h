@@ -121,7 +121,7 @@ struct DotBf16 {
 
     template <class T>
     static void scores(const Bf16* q, int64_t heads, const T* k, const TileRows& rows,
-                       int64_t offset, int64_t D, float* products, float* staging) {
+                       int64_t offset, int64_t D, float* products, float* staging, Ahead& ahead) {
         int64_t starts[TILE + 16];
         const Bf16* keys = rows_of(k, rows, offset, D, staging, starts);
         // Behind the last token its key stands again.
@@ -130,7 +130,6 @@ struct DotBf16 {
             const Bf16* query = q + h * width(D);
             float* out = products + h * TILE;
             int64_t step = heads - h >= 4 ? 4 : heads - h >= 2 ? 2 : 1;
-            Ahead ahead = Ahead::of(k, rows, offset, h == 0);
             if (step == 4) dot<4>(query, keys, starts, rows.count, D, out, ahead);
             if (step == 2) dot<2>(query, keys, starts, rows.count, D, out, ahead);
             if (step == 1) dot<1>(query, keys, starts, rows.count, D, out, ahead);
@@ -138,40 +137,22 @@ struct DotBf16 {
         }
     }
 
-    // What is asked for while the first heads are worked on: the same rows of the next tile.
-    struct Ahead {
-        const char* cache;  // null: nothing
-        const int64_t* next;
-        int64_t itemsize;
-
-        template <class T>
-        static Ahead of(const T* cache, const TileRows& rows, int64_t offset, bool first) {
-            return {first ? (const char*)(cache + offset) : nullptr, rows.next, sizeof(T)};
-        }
-
-        void ask(int64_t token, int64_t d) const {
-            prefetch(cache + (next[token] + d) * itemsize);
-        }
-    };
-
     // Products of HEADS queries and 16 / HEADS keys at a time, in 16 registers.
     template <int HEADS>
     static void dot(const Bf16* query, const Bf16* keys, const int64_t* starts, int64_t count,
-                    int64_t D, float* products, const Ahead& ahead) {
+                    int64_t D, float* products, Ahead& ahead) {
         constexpr int TOKENS = 16 / HEADS;
         int64_t padded = width(D), whole = D & ~31;
         __mmask32 mask = first_of(D - whole);
+        Ahead ask = ahead;
         for (int64_t t = 0; t < count; t += TOKENS) {
             const Bf16* key[TOKENS];
             for (int i = 0; i < TOKENS; ++i) key[i] = keys + starts[t + i];
             __m512 acc[16];
 #pragma GCC unroll 16
             for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+            ask.ask(ahead.per_products);
             for (int64_t d = 0; d < whole; d += 32) {
-                if (ahead.cache) {
-#pragma GCC unroll 16
-                    for (int i = 0; i < TOKENS; ++i) ahead.ask(t + i, d);
-                }
                 __m512bh x[HEADS];
 #pragma GCC unroll 4
                 for (int h = 0; h < HEADS; ++h) x[h] = pairs(query + h * padded + d);
@@ -201,12 +182,13 @@ struct DotBf16 {
                 memcpy(products + h * TILE + t, found + h * TOKENS, TOKENS * sizeof(float));
             }
         }
+        ahead = ask;
     }
 
     template <class T>
     static void accumulate(const float* weights, const float* shrink, int64_t heads, const T* v,
                            const TileRows& rows, int64_t offset, int64_t D, float* acc,
-                           float* staging) {
+                           float* staging, Ahead& ahead) {
         int64_t starts[TILE];
         const Bf16* values = rows_of(v, rows, offset, D, staging, starts);
         Bf16* rounded = (Bf16*)(staging + TILE * width(D) / 2);
@@ -220,7 +202,7 @@ struct DotBf16 {
             for (int64_t d = 0; d < D; d += 64) {
                 Block block{rounded + h * TILE, shrink + h, values + d, starts, rows.count,
                             acc + h * width(D) + d, width(D), D - d,
-                            Ahead::of(v, rows, offset + d, h == 0)};
+                            ahead};
                 if (step == 4) block.run<4>();
                 if (step == 3) block.run<3>();
                 if (step == 2) block.run<2>();
@@ -240,7 +222,7 @@ struct DotBf16 {
         int64_t count;
         float* acc;
         int64_t padded, left;
-        Ahead ahead;
+        Ahead& ahead;
 
         template <int HEADS>
         void run() const {
@@ -261,15 +243,11 @@ struct DotBf16 {
                     sums[i][j] = _mm512_loadu_ps(acc + i * padded + j * 16) * shrink[i];
                 }
             }
+            Ahead ask = ahead;
+            int32_t per = ahead.per_sums * HEADS;
             for (int64_t t = 0; t < count; t += 2) {
                 const Bf16 *a = values + starts[t], *b = values + starts[t + 1 < count ? t + 1 : t];
-                if (ahead.cache) {
-#pragma GCC unroll 2
-                    for (int j = 0; j < VECS / 2; ++j) {
-                        ahead.ask(t, 32 * j);
-                        ahead.ask(t + 1, 32 * j);
-                    }
-                }
+                ask.ask(per);
                 __m512bh x[VECS];
 #pragma GCC unroll 2
                 for (int j = 0; j < VECS / 2; ++j) {
@@ -296,6 +274,7 @@ struct DotBf16 {
                     }
                 }
             }
+            ahead = ask;
 #pragma GCC unroll 4
             for (int i = 0; i < HEADS; ++i) {
 #pragma GCC unroll 4

@@ -24,6 +24,10 @@ _NEVER = np.float32(-1e9)
 """Added to what must not be chosen; a sum of log-probabilities this low does not occur."""
 
 
+_NO_SCORE = np.float32(-np.inf)
+"""Of a place that nothing has taken. A finished hypothesis is better, whatever its score."""
+
+
 class Continuation(NamedTuple):
     """A hypothesis that goes on."""
 
@@ -70,7 +74,7 @@ class BeamSearch:
         # All begin as the prompt. Only the first counts, or all would choose the same tokens.
         scores = [np.float32(0), *[_NEVER] * (options.width - 1)]
         self._running = [_Running(None, score) for score in scores]
-        self._finished = [_Finished(_NEVER, None)] * options.width
+        self._finished = [_Finished(_NO_SCORE, None)] * options.width
         self._improvable = True
         self._num_generated = 0
         self.max_output = max_output
@@ -153,7 +157,7 @@ class BeamSearch:
             return
         if not self._improvable or not finishes.any():
             return
-        penalized = scores / self._norm(self._num_generated)
+        penalized = self._score(scores, self._num_generated)
         found = list(self._finished)
         for place in np.flatnonzero(finishes).tolist():
             hypothesis = self._hypothesis(
@@ -186,11 +190,12 @@ class BeamSearch:
     def _is_over(self, all_stop: bool) -> bool:  # noqa: FBT001 - a claim is a boolean
         early, penalty = self._options.early_stopping, self._options.length_penalty
         longest = early is EarlyStopping.NEVER and penalty > 0
-        norm = self._norm(self.max_output if longest else self._num_generated)
-        possible = self._running[0].score / norm
-        # A place that nothing has taken can always be improved on.
-        worst = min(each.score for each in self._finished) if self._is_full else _NEVER
-        self._improvable &= bool(possible > worst)
+        best = self._running[0].score
+        length = self.max_output if longest else self._num_generated
+        [possible] = self._score(np.array([best]), length)
+        worst = min(each.score for each in self._finished)
+        # A place that nothing has taken is improved on by whatever may go on.
+        self._improvable &= bool(possible > worst if self._is_full else best > _NEVER)
         full_is_enough = self._is_full and early is EarlyStopping.YES
         return not self._improvable or full_is_enough or all_stop
 
@@ -198,9 +203,13 @@ class BeamSearch:
     def _is_full(self) -> bool:
         return all(each.hypothesis is not None for each in self._finished)
 
-    def _norm(self, length: int) -> np.float32:
-        with np.errstate(over="ignore"):
-            return np.float32(np.float64(length) ** self._options.length_penalty)
+    def _score(self, logprobs: Float32Array, length: int) -> Float32Array:
+        """Return sums of log-probabilities over the penalized length: finite, whatever it is."""
+        limits = np.finfo(np.float32)
+        with np.errstate(over="ignore", under="ignore"):
+            norm = np.float32(np.float64(length) ** self._options.length_penalty)
+            scores: Float32Array = logprobs / max(norm, limits.smallest_normal)
+            return np.maximum(scores, limits.min)
 
 
 def num_candidates(options: BeamOptions, stopping: Stopping) -> int:

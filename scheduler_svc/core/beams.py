@@ -30,6 +30,7 @@ def receive_candidates(
     family = state.beams[lane.root]
     state.rows.num_pending[state.rows.row_of(lane)] -= 1
     family.received[lane] = candidates
+    outcome.searching.append(lane.root)
     if len(family.received) < len(family.lanes):
         return
     # Before others share its blocks, or they would name them again.

@@ -53,6 +53,7 @@ class BlockPool:
         "_users",
         "events",
         "groups",
+        "has_windows",
         "num_blocks",
         "num_groups",
     )
@@ -70,6 +71,8 @@ class BlockPool:
         self.groups = groups
         """Of the model: each has a block table for every row."""
         self.num_groups = len(groups)
+        self.has_windows = not all(group.sees_all for group in groups)
+        """Rows of some group give blocks back as they go on."""
         self.events = events
         """Hears of names that come and go. None: nobody listens."""
         self._now_ns = 0
@@ -218,9 +221,9 @@ class BlockPool:
         """
         if self._names[block] is not None:
             return False
-        if group:
+        if self.num_groups > 1:
             name = _key(name, group)
-        self._group_of[block] = group
+            self._group_of[block] = group
         self._names[block] = name
         self._idle.note_published(block, came_back=self._evicted.discard(name))
         if self._index.setdefault(name, block) == block:

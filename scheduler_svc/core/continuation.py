@@ -6,6 +6,7 @@ from scheduler_svc.core.beam_rows import preemptible
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.copy_on_write import copy_tails, rows_to_copy
 from scheduler_svc.core.departure import preempt
+from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.group_blocks import give_back_unseen
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
@@ -20,7 +21,8 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
     """Give running requests their next tokens; if blocks run out, rows pause or lose theirs."""
     rows, block_size, most = state.rows, state.limits.block_size, state.limits.max_row_tokens
     paused, num_groups = _NOBODY, pool.num_groups
-    give_back_unseen(rows, state.journal, pool, block_size)
+    if pool.has_windows:
+        give_back_unseen(rows, state.journal, pool, block_size)
     while True:
         known = rows.num_tokens + rows.num_pending
         count = np.minimum(known - rows.num_computed, most)
@@ -41,7 +43,7 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
         num_needed = int(needed.sum())
         if (num_needed + len(due)) * num_groups <= pool.num_free:
             copy_tails(rows, draft, pool, due)
-            _grow(rows, draft, growing, needed, pool)
+            _grow(rows, draft, growing, needed, pool.allocate(num_needed * num_groups), num_groups)
             break
         victim = state.choose_victim(preemptible(state, rows.running), rows, pool, block_size)
         [cost] = state.choose_victim.costs([victim], rows, pool, block_size)
@@ -104,13 +106,19 @@ def _cut(count: Int32Array, order: IndexArray, budget: int) -> None:
 
 
 def _grow(
-    rows: Rows, draft: StepDraft, growing: IndexArray, needed: Int32Array, pool: BlockPool
+    rows: Rows,
+    draft: StepDraft,
+    growing: IndexArray,
+    needed: Int32Array,
+    blocks: list[BlockId],
+    num_groups: int,
 ) -> None:
-    """Give rows `needed` blocks of each KV group. Shapes: growing and needed [G]."""
+    """Give rows `needed` columns of blocks each.
+
+    Shapes: growing and needed [G]; blocks: their sum, times the KV groups.
+    """
     rows.num_blocks[growing] += needed
-    num_columns, num_groups = int(needed.sum()), pool.num_groups
-    blocks = pool.allocate(num_columns * num_groups)
-    gaining = growing if num_columns == len(growing) else growing.repeat(needed)
+    gaining = growing if len(blocks) == len(growing) * num_groups else growing.repeat(needed)
     owners = rows.owners_of(gaining)
     if num_groups == 1:
         for request, block in zip(owners, blocks, strict=True):

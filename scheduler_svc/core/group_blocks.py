@@ -85,8 +85,8 @@ def num_wanted(num_tokens: int, hits: Sequence[BlockId], limits: Limits, pool: B
     """
     block_size, num_groups = limits.block_size, pool.num_groups
     num_columns = -(-num_tokens // block_size) - len(hits) // num_groups
-    if num_groups == 1 and pool.groups[0].sees_all:
-        return num_columns + pool.count_idle(hits)
+    if not pool.has_windows:
+        return num_columns * num_groups + pool.count_idle(hits)
     return sum(
         min(
             num_columns + pool.count_idle(hits[number::num_groups]),
@@ -117,8 +117,8 @@ def num_lacking(num_tokens: int, num_computed: int, num_columns: int, limits: Li
 def num_promised(rows: Rows, limits: Limits, pool: BlockPool) -> int:
     """Return how many blocks the rows that run will still take for the tokens they know."""
     lacking = -(-rows.num_tokens // limits.block_size) - rows.num_blocks
-    if pool.num_groups == 1 and pool.groups[0].sees_all:
-        return int(np.maximum(lacking, 0).sum())
+    if not pool.has_windows:
+        return int(np.maximum(lacking, 0).sum()) * pool.num_groups
     return sum(
         num_lacking(
             int(rows.num_tokens[row]),

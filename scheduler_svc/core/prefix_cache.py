@@ -142,8 +142,13 @@ class PrefixCache:
         rows.num_published[grown] = full
         self._hash_filled(grown, requests, full)
         published: list[tuple[int, BlockId]] = []
+        one_table = pool.num_groups == 1
         for row, request, first, end in zip(grown.tolist(), requests, firsts, ends, strict=True):
-            published += self._publish(row, request, first, end, pool)
+            if one_table:
+                blocks = request.blocks
+                published += self._publish_table(row, request, blocks, first, end, pool)
+            else:
+                published += self._publish(row, request, first, end, pool)
         self._journal.note_published(published)
 
     def _hash_filled(self, grown: IndexArray, requests: list[Request], full: Int32Array) -> None:
@@ -173,28 +178,44 @@ class PrefixCache:
         self, row: int, request: Request, first: int, end: int, pool: BlockPool
     ) -> list[tuple[int, BlockId]]:
         """Name a row's columns [first, end), whose hashes are known; tell of new names."""
-        blocks, names, num_groups = request.blocks, request.hashes, pool.num_groups
+        num_groups = pool.num_groups
+        if num_groups == 1:
+            return self._publish_table(row, request, request.blocks, first, end, pool)
         published = []
         for group in range(num_groups):
-            table = blocks if num_groups == 1 else blocks[group::num_groups]
-            fresh = []
-            for i in range(first, end):
-                block = table[i]
-                if block == NULL_BLOCK:
-                    continue
-                published.append((row, block))
-                if pool.publish(block, names[i], group):
-                    fresh.append(i)
-            if fresh and pool.events is not None:
-                adapter = request.extra.adapter
-                pool.events.add_stored(
-                    names,
-                    fresh,
-                    memoryview(self._rows.tokens[row]),
-                    self._block_size,
-                    adapter.name if adapter else "",
-                    group,
-                )
+            table = request.blocks[group::num_groups]
+            published += self._publish_table(row, request, table, first, end, pool, group)
+        return published
+
+    def _publish_table(
+        self,
+        row: int,
+        request: Request,
+        table: list[BlockId],
+        first: int,
+        end: int,
+        pool: BlockPool,
+        group: int = 0,
+    ) -> list[tuple[int, BlockId]]:
+        names = request.hashes
+        fresh, published = [], []
+        for i in range(first, end):
+            block = table[i]
+            if block == NULL_BLOCK:
+                continue
+            published.append((row, block))
+            if pool.publish(block, names[i], group):
+                fresh.append(i)
+        if fresh and pool.events is not None:
+            adapter = request.extra.adapter
+            pool.events.add_stored(
+                names,
+                fresh,
+                memoryview(self._rows.tokens[row]),
+                self._block_size,
+                adapter.name if adapter else "",
+                group,
+            )
         return published
 
     def _extend_hashes(self, request: Request, tokens: memoryview, num_tokens: int) -> None:

@@ -114,9 +114,11 @@ class StepDraft:
         appended: tuple[AppendedBlocks, ...] = ()
         if self.appended_rows:
             rows = np.array(self.appended_rows, dtype=np.int32)
-            columns = np.array(self.appended_blocks, dtype=np.int32).reshape(len(rows), -1)
+            blocks = np.array(self.appended_blocks, dtype=np.int32)
+            num_groups = len(blocks) // len(rows)
             appended = tuple(
-                AppendedBlocks(group, rows, blocks) for group, blocks in enumerate(columns.T)
+                AppendedBlocks(group, rows, blocks[group::num_groups])
+                for group in range(num_groups)
             )
         return StepPlan(
             step_id=step_id,

@@ -199,3 +199,6 @@ class StepOutcome:
 
     finished: list[Request]
     """Requests that this step ended."""
+
+    searching: list[Request] = field(default_factory=list)
+    """Requests of beams that were answered, once for each beam; their tokens come at the end."""

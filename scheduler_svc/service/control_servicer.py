@@ -142,7 +142,9 @@ class ControlServicer:
                 yield to_message(batch)
 
     async def Abort(self, request: AbortRequest, _context: Context) -> AbortResponse:
-        """End live requests of a tenant."""
+        """End live requests of a tenant, or all there are."""
+        if request.all_tenants:
+            return AbortResponse(aborted=self._door.abort_everyone())
         if not request.all and not 1 <= len(request.request_ids) <= _MAX_ABORTS:
             raise InvalidRequestError(
                 "request_ids",

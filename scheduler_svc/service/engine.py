@@ -30,6 +30,7 @@ from scheduler_svc.service.request_log import log_end
 from scheduler_svc.service.request_making import make_request
 from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
+from scheduler_svc.service.step_observers import StepObservers
 from scheduler_svc.service.step_record import RecentSteps, StepObserver, StepTracer
 from scheduler_svc.service.step_watchdog import StepWatchdog
 from scheduler_svc.service.token_stream import Pile, RequestStream, too_slow
@@ -78,7 +79,8 @@ class Engine:
         self._worker_wait_s = worker_wait_s
         self._tenant_weights = tenant_weights or {}
         self._recent = RecentSteps()
-        self._observers = (self._recent, *observers, *([tracer] if tracer else []))
+        tracers = [tracer] if tracer else []
+        self._observers = StepObservers((self._recent, *observers, *tracers))
         self._tracer = tracer
         self._after_turn = after_turn
         self._streams: dict[Request, RequestStream] = {}
@@ -237,8 +239,7 @@ class Engine:
             waiting=scheduler.num_waiting,
             emitted_ns=time.monotonic_ns(),
         )
-        for observer in self._observers:
-            observer.step(record)
+        self._observers.step(record)
 
     # The door: one request.
 
@@ -327,22 +328,25 @@ class Engine:
         return len(self._streams)
 
     def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
-        """End a tenant's live requests with reason ABORT; None ends all. Return (ended, not live).
-
-        Cost: O(live requests).
-        """
-        live = {
-            request.request_id: stream
-            for request, stream in self._streams.items()
-            if stream.is_live and request.tenant == tenant
-        }
+        """End a tenant's live requests; see EngineDoor. Cost: O(live requests)."""
+        theirs = (stream for stream in self._streams.values() if stream.request.tenant == tenant)
+        live = {stream.request.request_id: stream for stream in theirs if stream.is_live}
         wanted = list(live) if request_ids is None else dict.fromkeys(request_ids)
         aborted = [request_id for request_id in wanted if request_id in live]
-        with self._scheduling() as scheduler:
-            for request_id in aborted:
-                scheduler.abort_family(live[request_id].request, time.monotonic_ns())
-                live[request_id].end_finished()
+        self._abort([live[request_id] for request_id in aborted])
         return aborted, [request_id for request_id in wanted if request_id not in live]
+
+    def abort_everyone(self) -> list[str]:
+        """End the live requests of all tenants; see EngineDoor."""
+        live = [stream for stream in self._streams.values() if stream.is_live]
+        self._abort(live)
+        return [stream.request.request_id for stream in live]
+
+    def _abort(self, streams: Sequence[RequestStream]) -> None:
+        with self._scheduling() as scheduler:
+            for stream in streams:
+                scheduler.abort_family(stream.request, time.monotonic_ns())
+                stream.end_finished()
 
     def fail_all(self, error: UnavailableError) -> None:
         """End every live request with an error."""
@@ -379,10 +383,7 @@ class Engine:
                 raise UnknownPinError("no pin has this pin_id; it may have ended")
 
     async def drain(self, *, for_good: bool = False) -> None:
-        """Refuse new requests, and return when none is left. Wait as long as the caller does.
-
-        Once it was `for_good`, nothing resumes.
-        """
+        """Refuse new requests, and return when none is left; `for_good`: nothing resumes then."""
         self._draining = True
         self._stopping |= for_good
         self.serving.set(False)

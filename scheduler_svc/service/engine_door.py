@@ -302,6 +302,12 @@ class EngineDoor(Protocol):
         Returns: ids that were live, and ids that were not.
         """
 
+    def abort_everyone(self) -> list[str]:
+        """End the live requests of all tenants with reason ABORT.
+
+        Returns: their ids, of which those of several tenants may be equal.
+        """
+
     def load(self) -> Load:
         """Return how busy the engine is now."""
 

@@ -14,11 +14,17 @@ from scheduler_svc.errors import ConfigError
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 
+_MAX_PENDING_CALLS = 2**16
+
 # Clients that ping each 10 s while idle are welcome: by default two such pings end a call.
 _OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),
+    # From 1000 calls on that wait for their handlers, grpc would cancel some without a word; ours
+    # refuse them with a status and a sentence.
+    ("grpc.server.max_pending_requests", _MAX_PENDING_CALLS),
+    ("grpc.server.max_pending_requests_hard_limit", _MAX_PENDING_CALLS),
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
     ("grpc.keepalive_permit_without_calls", 1),

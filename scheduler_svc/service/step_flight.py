@@ -35,12 +35,13 @@ class Landing:
         """Return all that is known of the step, once its tokens are handed out."""
         flight, arrived, outcome = self.flight, self.arrived, self.outcome
         timing = arrived.answer.timing
+        sampled = [*outcome.requests[:MAX_NAMED_REQUESTS], *outcome.searching]
         return StepRecord(
             step_id=outcome.step_id,
             epoch_number=flight.sent.epoch_number,
             num_rows=flight.plan.num_rows,
             num_tokens=flight.plan.num_tokens,
-            num_sampled=len(outcome.tokens),
+            num_sampled=len(outcome.tokens) + len(outcome.searching),
             num_preempted=flight.plan.num_preempted,
             plan_bytes=flight.sent.num_bytes,
             result_bytes=arrived.num_bytes,
@@ -60,6 +61,6 @@ class Landing:
             sample_ns=timing.sample_ns,
             execute_ns=timing.execute_ns,
             codec_ns=timing.codec_ns,
-            request_keys=tuple(dict.fromkeys(r.key for r in outcome.requests[:MAX_NAMED_REQUESTS])),
+            request_keys=tuple(dict.fromkeys(each.key for each in sampled))[:MAX_NAMED_REQUESTS],
             traceparent=flight.traceparent,
         )

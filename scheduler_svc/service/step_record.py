@@ -25,7 +25,7 @@ class StepRecord:
     """Tokens that ran, over all rows."""
 
     num_sampled: int
-    """Tokens sampled for live requests."""
+    """Tokens sampled for live requests. Of a beam search one for each beam."""
 
     num_preempted: int
     """Requests that lost their blocks for this step."""
@@ -78,7 +78,7 @@ class StepObserver(Protocol):
     """Someone who wants to know of each step."""
 
     def step(self, record: StepRecord) -> None:
-        """Note a step. Called in the engine's loop: takes microseconds, and never raises."""
+        """Note a step. Called in the engine's loop: takes microseconds."""
 
 
 class StepTracer(StepObserver, Protocol):

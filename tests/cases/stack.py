@@ -24,6 +24,7 @@ from scheduler_svc.service import server
 from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.listener import Listener
 from scheduler_svc.service.metrics import LoadCollector
+from scheduler_svc.service.tracing import Tracing
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.step_plan import StepPlan, StepResult
@@ -217,7 +218,7 @@ class Stack:
         assert pool is not None
         assert (self.scheduler.num_running, self.scheduler.num_waiting) == (0, 0)
         assert (pool.num_used, pool.num_free) == (0, pool.num_blocks)
-        assert all(pool.num_users(BlockId(block)) == 0 for block in range(pool.num_blocks + 1))
+        assert all(pool.num_users(BlockId(block)) == 0 for block in range(1, pool.num_blocks + 1))
         assert not any((state.live, state.families, state.beams, state.pending_forks))
         assert not any((self.engine._streams, self.engine._piles))
         load = await self.client.load()
@@ -233,6 +234,7 @@ async def serving(
     num_blocks: int | None = NUM_BLOCKS,
     step_s: float = 0.0,
     join: bool = True,
+    traces: Tracing | None = None,
     **settings: object,
 ) -> AsyncIterator[Stack]:
     """Serve a model with blocks of 4 until the block is left. `step_s`: seconds a step takes."""
@@ -250,7 +252,7 @@ async def serving(
     )
     public, workers = Listener.bind("listen", given.listen), Listener.bind("w", given.worker_listen)
     registry, stop = CollectorRegistry(), asyncio.Event()
-    parts = server._build(given, "0.0.0", registry, None)
+    parts = server._build(given, "0.0.0", registry, traces)
     registry.register(LoadCollector(parts.engine.load))
     announced: list[str] = []
     task = asyncio.create_task(

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cases.stack import Stack, serving, until
-from cases.table_llama import HIDDEN, STATE, VOCAB, successors_of, write_table_llama
-from pagemill.client import Delta
+from cases.table_llama import HIDDEN, STATE, successors_of, write_table_llama
 from pagemill.client import InvalidArgumentError as InvalidArgument
+from tiny_llama import VOCAB
 
 NAN, INFINITY = float("nan"), float("inf")
 GOOD = {"prompt": [1], "max_tokens": 3, "temperature": 0}
@@ -58,7 +58,7 @@ async def test_case_H_06_a_bad_value_is_refused_by_name_and_harms_nobody(bench_t
         for arguments, field in BAD:
             begin = time.monotonic()
             with pytest.raises(InvalidArgument) as refused:
-                await stack.client.complete(**{**GOOD, **arguments})  # type: ignore[arg-type]
+                await stack.client.complete(**{**GOOD, **arguments})
             assert time.monotonic() - begin < 3
             assert field in str(refused.value), arguments
             assert await stack.client.health()
@@ -132,7 +132,9 @@ async def test_case_H_09_a_seeded_request_is_the_same_in_any_company(bench_r: Pa
     async with serving(bench_r, long_prefill_token_threshold=3) as stack:
         found["restarted, chunks of 3"] = await _draw(stack)
     # 43 slots are 11 blocks: two do not fit 14, and one is preempted.
-    async with serving(bench_r, num_blocks=14, max_model_len=64, preemption_victim="newest") as stack:
+    async with serving(
+        bench_r, num_blocks=14, max_model_len=64, preemption_victim="newest"
+    ) as stack:
         both = await asyncio.gather(_draw(stack, prompt=[7] * 11, seed=1), _draw(stack))
         assert stack.scheduler.counters.preemptions > 0
         found["preempted"] = both[1]

@@ -20,7 +20,8 @@ def make_logger(stream: TextIO, log_format: LogFormat, log_level: str) -> Logger
         )
     threshold = logging.getLevelNamesMapping()[log_level.upper()]
     logger: Logger = structlog.wrap_logger(
-        structlog.PrintLogger(stream),
+        # A line in one write: `pagemill serve` lets two programs write to one standard error.
+        structlog.WriteLogger(stream),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

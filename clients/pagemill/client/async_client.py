@@ -163,9 +163,13 @@ class AsyncClient:
         request = control_pb2.AbortRequest(request_ids=request_ids, tenant=tenant)
         return wire.abort_result(await self._unary(self._control.Abort, request, timeout))
 
-    async def abort_all(self, *, tenant: str = "", timeout: float | None = None) -> AbortResult:
-        """End every live request of a tenant."""
-        request = control_pb2.AbortRequest(all=True, tenant=tenant)
+    async def abort_all(
+        self, *, tenant: str | None = "", timeout: float | None = None
+    ) -> AbortResult:
+        """End every live request of a tenant; None: of all tenants."""
+        request = control_pb2.AbortRequest(
+            all=True, tenant=tenant or "", all_tenants=tenant is None
+        )
         return wire.abort_result(await self._unary(self._control.Abort, request, timeout))
 
     async def pin(

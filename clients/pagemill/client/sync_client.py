@@ -148,8 +148,8 @@ class Client:
             self._client.abort(request_ids, tenant=tenant, timeout=timeout)
         )
 
-    def abort_all(self, *, tenant: str = "", timeout: float | None = None) -> AbortResult:
-        """End every live request of a tenant."""
+    def abort_all(self, *, tenant: str | None = "", timeout: float | None = None) -> AbortResult:
+        """End every live request of a tenant; None: of all tenants."""
         return self._loop_thread.run(self._client.abort_all(tenant=tenant, timeout=timeout))
 
     def pin(

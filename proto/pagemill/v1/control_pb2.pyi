@@ -459,10 +459,13 @@ class AbortRequest(_message.Message):
     REQUEST_IDS_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    ALL_TENANTS_FIELD_NUMBER: _builtins.int
     all: _builtins.bool
     """True: every live request of the tenant."""
     tenant: _builtins.str
     """Whose requests, as in GenerateRequest. Empty: the default tenant's."""
+    all_tenants: _builtins.bool
+    """True: every live request, whoever's; the fields above have no meaning then."""
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Which to end. At most 10,000."""
@@ -473,10 +476,11 @@ class AbortRequest(_message.Message):
         request_ids: _abc.Iterable[_builtins.str] | None = ...,
         all: _builtins.bool = ...,
         tenant: _builtins.str = ...,
+        all_tenants: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "request_ids", b"request_ids", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["all", b"all", "all_tenants", b"all_tenants", "request_ids", b"request_ids", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -490,7 +494,7 @@ class AbortResponse(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def aborted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids that were live."""
+        """Ids that were live. With `all_tenants` those of several tenants may be equal."""
 
     @_builtins.property
     def unknown(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

@@ -111,9 +111,9 @@ class ControlServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends live requests of one tenant; their streams finish with reason ABORT. Idempotent: ids
-        that are not live are named in the answer, and are no error unless no id is live
-        (NOT_FOUND).
+        """Ends live requests of one tenant, or all there are; their streams finish with reason ABORT.
+        Idempotent: ids that are not live are named in the answer, and are no error unless no id is
+        live (NOT_FOUND).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -44,9 +44,9 @@ class ControlStub:
     Errors: NOT_FOUND for an unknown model.
     """
     Abort: _grpc.UnaryUnaryMultiCallable[_control_pb2.AbortRequest, _control_pb2.AbortResponse]
-    """Ends live requests of one tenant; their streams finish with reason ABORT. Idempotent: ids
-    that are not live are named in the answer, and are no error unless no id is live
-    (NOT_FOUND).
+    """Ends live requests of one tenant, or all there are; their streams finish with reason ABORT.
+    Idempotent: ids that are not live are named in the answer, and are no error unless no id is
+    live (NOT_FOUND).
     """
     SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_control_pb2.SubscribeKvEventsRequest, _control_pb2.SubscribeKvEventsResponse]
     """Streams changes of the prefix cache as long as the call lasts. Whoever applies all of them to
@@ -76,9 +76,9 @@ class ControlAsyncStub(ControlStub):
     Errors: NOT_FOUND for an unknown model.
     """
     Abort: _aio.UnaryUnaryMultiCallable[_control_pb2.AbortRequest, _control_pb2.AbortResponse]  # type: ignore[assignment]
-    """Ends live requests of one tenant; their streams finish with reason ABORT. Idempotent: ids
-    that are not live are named in the answer, and are no error unless no id is live
-    (NOT_FOUND).
+    """Ends live requests of one tenant, or all there are; their streams finish with reason ABORT.
+    Idempotent: ids that are not live are named in the answer, and are no error unless no id is
+    live (NOT_FOUND).
     """
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_control_pb2.SubscribeKvEventsRequest, _control_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
     """Streams changes of the prefix cache as long as the call lasts. Whoever applies all of them to
@@ -135,9 +135,9 @@ class ControlServicer(metaclass=_abc_1.ABCMeta):
         request: _control_pb2.AbortRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_control_pb2.AbortResponse, _abc.Awaitable[_control_pb2.AbortResponse]]:
-        """Ends live requests of one tenant; their streams finish with reason ABORT. Idempotent: ids
-        that are not live are named in the answer, and are no error unless no id is live
-        (NOT_FOUND).
+        """Ends live requests of one tenant, or all there are; their streams finish with reason ABORT.
+        Idempotent: ids that are not live are named in the answer, and are no error unless no id is
+        live (NOT_FOUND).
         """
 
     @_abc_1.abstractmethod

@@ -320,7 +320,9 @@ async def test_requests_are_aborted_by_name_or_all_at_once(
 ) -> None:
     assert (await client.abort(["r1", "r2"])).aborted == ("r1", "r2")
     await client.abort_all()
-    assert [message.all for message in script.aborts] == [False, True]
+    await client.abort_all(tenant=None)
+    assert [message.all for message in script.aborts] == [False, True, True]
+    assert [message.all_tenants for message in script.aborts] == [False, False, True]
 
 
 async def test_health_says_whether_the_server_can_answer(

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from itertools import product
 
 import numpy as np
-from hypothesis import given, settings
+import pytest
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from scheduler_svc.core.beam_search import BeamSearch
@@ -133,6 +134,27 @@ def test_a_search_as_wide_as_the_tree_finds_the_best_of_all(seed: int) -> None:
 
     best = sorted(product(range(3), repeat=3), key=logprob, reverse=True)[:5]
     assert [each.tokens for each in found] == best
+
+
+@pytest.mark.filterwarnings("error")
+@given(
+    seed=st.integers(0, 2**32),
+    penalty=st.floats(allow_nan=False, allow_infinity=False),
+    early=st.sampled_from(EarlyStopping),
+    eos=st.frozensets(st.integers(0, 11), max_size=2),
+)
+@example(seed=1, penalty=-30.0, early=EarlyStopping.NO, eos=frozenset())
+@example(seed=1, penalty=-1e308, early=EarlyStopping.NEVER, eos=frozenset({3}))
+@example(seed=1, penalty=1e308, early=EarlyStopping.YES, eos=frozenset({3}))
+def test_any_length_penalty_gives_as_many_hypotheses_as_asked_for_with_finite_scores(
+    seed: int, penalty: float, early: EarlyStopping, eos: frozenset[int]
+) -> None:
+    options = BeamOptions(3, penalty, early, num_returned=3)
+    found = search(random_model(seed, 12), options, Stopping(20, eos), 20)
+    assert len(found) == 3
+    scores = [each.score for each in found]
+    assert np.isfinite(scores).all()
+    assert scores == sorted(scores, reverse=True)
 
 
 def test_one_beam_is_the_greedy_choice() -> None:

@@ -9,7 +9,7 @@ from engine_bench import NUM_BLOCKS, Bench, running
 from engine_door_use import ask, read_all, submission, until
 from fake_worker import generate_alone, search_alone
 from scheduler_svc.core.errors import InvalidRequestError
-from scheduler_svc.core.request import BeamOptions, FinishReason, Stopping
+from scheduler_svc.core.request import BeamOptions, FinishReason, RequestKey, Stopping
 from scheduler_svc.service.engine_door import Submission
 
 PROMPT = [0, 1, 2, 0, 1]
@@ -107,3 +107,12 @@ async def test_a_width_above_the_rows_never_reaches_the_queue() -> None:
                 pytest.fail("it was let in")
         assert refused.value.field == "beam.width"
         assert bench.scheduler.num_waiting == 0
+
+
+async def test_a_step_counts_every_beam_it_answers_and_names_their_request() -> None:
+    async with running(Bench()) as bench, bench.door.open(searching()) as stream:
+        await read_all(stream)
+    sampled = [record.num_sampled for record in bench.records if record.num_sampled]
+    assert sampled == [1] + [BEAMS.width] * (COUNT - 1)
+    named = {record.request_keys for record in bench.records if record.num_sampled}
+    assert named == {(RequestKey("", "beams"),)}

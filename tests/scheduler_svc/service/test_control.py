@@ -114,6 +114,19 @@ async def test_a_tenant_ends_its_own_requests_only(served: Loopback) -> None:
     assert await reason_of(streams["b"]) == FINISH_REASON_ABORT
 
 
+async def test_an_operator_ends_the_requests_of_all_tenants(served: Loopback) -> None:
+    served.door.step_s = 0.01
+    streams = []
+    for tenant in ("", "a", "b"):
+        asked = GenerateRequest(request_id="same", tenant=tenant, text="ab")
+        streams.append(aiter(served.inference.Generate(asked)))
+        await anext(streams[-1])
+    answer = await served.control.Abort(AbortRequest(all_tenants=True))
+    assert list(answer.aborted) == ["same"] * 3
+    assert [await reason_of(stream) for stream in streams] == [FINISH_REASON_ABORT] * 3
+    assert not (await served.control.Abort(AbortRequest(all_tenants=True))).aborted
+
+
 async def reason_of(stream: AsyncIterator[GenerateResponse]) -> int:
     *_, last = [response async for response in stream]
     return last.finished[0].reason

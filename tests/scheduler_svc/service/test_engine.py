@@ -108,6 +108,20 @@ async def test_abort_ends_the_named_streams_and_names_the_unknown() -> None:
         assert bench.door.abort("", None) == ([], [])
 
 
+async def test_the_requests_of_all_tenants_end_at_once() -> None:
+    async with (
+        running(Bench()) as bench,
+        bench.door.open(submission("same", [1], 100)) as one,
+        bench.door.open(submission("same", [2], 100, tenant="other")) as two,
+    ):
+        assert bench.door.abort_everyone() == ["same", "same"]
+        for stream in (one, two):
+            _, finish, _ = await read(stream)
+            assert finish.reason is FinishReason.ABORT
+        assert bench.door.abort_everyone() == []
+        assert bench.holds_nothing()
+
+
 async def test_without_a_worker_requests_wait_and_then_are_unavailable() -> None:
     async with running(Bench(worker_wait_s=0.05), join=False) as bench:
         with pytest.raises(UnavailableError, match=r"0\.05 s"):

@@ -20,6 +20,17 @@ def test_no_text_can_forge_a_line(log_format: str) -> None:
     assert "row failed" in stream.getvalue()
 
 
+def test_a_line_is_one_write_since_others_write_to_the_same_stream() -> None:
+    class Pipe(io.StringIO):
+        def write(self, text: str) -> int:
+            writes.append(text)
+            return super().write(text)
+
+    writes: list[str] = []
+    make_logger(Pipe(), "text", "info").info("joined")
+    assert [text[-1] for text in writes] == ["\n"]
+
+
 def test_lines_below_the_level_are_not_written() -> None:
     stream = io.StringIO()
     log = make_logger(stream, "json", "info")
