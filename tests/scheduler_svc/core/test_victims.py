@@ -221,3 +221,38 @@ def test_a_row_pauses_until_its_pauses_weigh_what_the_victim_costs() -> None:
     assert second.num_preemptions == 1
     # It had computed 32 tokens, and a pause weighs 4: the eighth would weigh as much.
     assert table.scheduler.counters.pauses == 7
+
+
+def test_a_resumed_request_leaves_a_block_free_beside_others() -> None:
+    table = bench(4, victim="newest", block_size=32, length=128)
+    small, large, victim = (
+        request("a", [0, 1], 29),
+        request("b", [0] * 33, 31),
+        request("c", [1] * 31, 20),
+    )
+    table.send(small, large, victim)
+    while not victim.num_preemptions:
+        table.turn()
+    table.scheduler.abort(small, table.now_ns)
+    assert table.scheduler.pool is not None
+    assert table.scheduler.pool.num_free == 2
+    # Its 32 tokens and the next take just these two.
+    table.turn()
+    table.turn()
+    assert victim.row is None
+    table.scheduler.abort(large, table.now_ns)
+    table.turn()
+    assert victim.row is not None
+    table.run()
+
+
+def test_nobody_is_admitted_into_blocks_that_a_running_prompt_still_needs() -> None:
+    table = bench(6, budget=8, long_prefill_token_threshold=4)
+    first, second = request("a", [0] * 16, 4), request("b", [1] * 12, 4)
+    table.send(first, second)
+    table.turn()
+    # One block of four is filled; the second request would fit into the other five.
+    assert first.row is not None
+    assert second.row is None
+    table.run()
+    assert table.scheduler.counters.preemptions == 0
