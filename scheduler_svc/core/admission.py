@@ -154,7 +154,7 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     num_hit = num_hit_columns * block_size
     gap = request.num_tokens - num_hit
     count = min(gap, draft.budget, state.limits.max_row_tokens)
-    pool.share(hits)
+    pool.hit(hits)
     num_columns = -(-(num_hit + count) // block_size)
     granted = pool.allocate((num_columns - num_hit_columns) * pool.num_groups)
     request.blocks = [*hits, *granted]

@@ -94,7 +94,7 @@ def admit_lanes(
     family = state.beams[plans[0].lane.root]
     family.root.tokens_when_admitted = family.root.num_tokens
     for plan in plans:
-        pool.share(plan.hits)
+        pool.hit(plan.hits)
     for plan in plans:
         _admit_lane(state, family, plan, draft, pool)
 

@@ -157,8 +157,15 @@ class BlockPool:
             return 0
         return bisect_left(blocks, True, key=lambda block: users[block] < 2 or names[block] is None)
 
+    def hit(self, blocks: Sequence[BlockId]) -> None:
+        """Share blocks that a prefix was found in, and take note that they were of use again."""
+        self.share(blocks)
+        self._idle.note_hits(blocks)
+        if self._residency is not None:
+            self._residency.hit(blocks, self._now_ns)
+
     def share(self, blocks: Sequence[BlockId]) -> None:
-        """Add a user to each block that a prefix was found in. Idle ones are idle no more."""
+        """Add a user to each block. Idle ones are idle no more."""
         users, idle = self._users, self._idle
         for block in blocks:
             if users[block] == 0:
@@ -167,9 +174,6 @@ class BlockPool:
                 else:
                     idle.remove(block)
             users[block] += 1
-        idle.note_hits(blocks)
-        if self._residency is not None:
-            self._residency.hit(blocks, self._now_ns)
 
     def allocate(self, count: int) -> list[BlockId]:
         """Hand out `count` blocks, each with one user, evicting idle content as needed.

@@ -66,7 +66,7 @@ class PoolAgainstTables(RuleBasedStateMachine):
         holders = {b for b, held in self.names.items() if held == name}
         assert block in holders if holders else block is None
         if block is not None:
-            self.pool.share([block])
+            self.pool.hit([block])
             self.tables.append([block])
 
     @precondition(lambda self: self.tables)

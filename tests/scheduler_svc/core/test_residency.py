@@ -124,3 +124,12 @@ def test_a_flush_forgets_the_lives_of_all_blocks() -> None:
     table.send(request("b", [2] * (2 * BLOCK_SIZE), 1))
     table.run()
     assert residency.take() == []
+
+
+def test_siblings_that_are_forked_hit_nothing() -> None:
+    residency = watch_all()
+    table = Bench(Scheduler(limits(), memory=KvMemory(residency=residency)), 32)
+    table.send(request("family", [1] * (2 * BLOCK_SIZE), 3, n=4))
+    table.run()
+    assert residency._lives
+    assert all(len(stamps) == 1 for stamps in residency._lives.values())
