@@ -55,6 +55,10 @@ struct DotFp32 {
 
     static int64_t width(int64_t D) { return round_up(D, W); }
 
+    // Whether rows are converted before they are used. Who does so asks for the next tile meanwhile.
+    template <class T>
+    static constexpr bool converts() { return false; }
+
     // products[h * TILE + t] = q[h] . k[t]
     template <class T>
     static void scores(const float* q, int64_t heads, const T* k, const TileRows& rows,
@@ -71,28 +75,43 @@ struct DotFp32 {
         }
     }
 
-    // Products of HEADS queries with each key.
+    // Products of HEADS queries and as many keys at a time as give W products.
     template <int HEADS, class T>
     static void dot(const float* query, const T* k, const TileRows& rows, int64_t D,
                     float* products, Ahead& ahead) {
+        constexpr int TOKENS = HEADS == 3 ? W / 4 : W / HEADS;
         int64_t padded = width(D), whole = D / W * W;
         Ahead ask = ahead;
-        int32_t per = ahead.per_products * HEADS / 16;
-        for (int64_t t = 0; t < rows.count; ++t) {
-            const T* key = k + rows.here[t];
+        int32_t per = ahead.per_products * HEADS * TOKENS / 16;
+        for (int64_t t = 0; t < rows.count; t += TOKENS) {
             ask.ask(per);
-            vec acc[HEADS] = {};
+            const int64_t* here = rows.here + t;
+            vec acc[W] = {};
             for (int64_t d = 0; d < whole; d += W) {
-                vec x = load(key + d);
+#pragma GCC unroll 16
+                for (int j = 0; j < TOKENS; ++j) {
+                    vec x = load(k + here[j] + d);
 #pragma GCC unroll 4
-                for (int i = 0; i < HEADS; ++i) acc[i] += load(query + i * padded + d) * x;
+                    for (int i = 0; i < HEADS; ++i) {
+                        acc[i * TOKENS + j] += load(query + i * padded + d) * x;
+                    }
+                }
             }
             if (whole < D) {
-                vec x = load_some(key + whole, D - whole);
-                for (int i = 0; i < HEADS; ++i) acc[i] += load(query + i * padded + whole) * x;
-            }
+#pragma GCC unroll 16
+                for (int j = 0; j < TOKENS; ++j) {
+                    vec x = load_some(k + here[j] + whole, D - whole);
 #pragma GCC unroll 4
-            for (int i = 0; i < HEADS; ++i) products[i * TILE + t] = sum(acc[i]);
+                    for (int i = 0; i < HEADS; ++i) {
+                        acc[i * TOKENS + j] += load(query + i * padded + whole) * x;
+                    }
+                }
+            }
+            float found[W];
+            store(found, sums(acc));
+            for (int i = 0; i < HEADS; ++i) {
+                memcpy(products + i * TILE + t, found + i * TOKENS, TOKENS * sizeof(float));
+            }
         }
         ahead = ask;
     }
@@ -228,7 +247,7 @@ static void decode(const Attention& a, int64_t request, int64_t token, int64_t s
     Ahead ahead;
     ahead.to_values = (const char*)v - (const char*)k;
     ahead.slot_bytes = slots.row_size * sizeof(T);
-    // Of a quarter of the time, each of the two larger parts of three eighths.
+    // Of the time, weights take about a quarter, the others half of the rest.
     int64_t lines = 256 * TILE * ((ahead.slot_bytes + 63) / 64) / a.H;
     ahead.per_products = lines * 3 / 8 / (TILE / 16) + 1;
     ahead.per_weights = lines / 4 + 1;
@@ -240,7 +259,7 @@ static void decode(const Attention& a, int64_t request, int64_t token, int64_t s
         find_rows(slots, first + TILE, end, rows.next, rows.count_next);
         const char* starts[TILE];
         for (int64_t t = 0; t < rows.count_next; ++t) starts[t] = (const char*)(k + rows.next[t]);
-        ahead.start(starts, rows.count_next);
+        ahead.start(starts, Dot::template converts<T>() ? 0 : rows.count_next);
         for (int64_t g = 0; g < a.G; ++g) {
             Scores to_scores(a, g);
             Dot::scores(queries + g * group * width, group, k, rows, g * D, D, products, staging,

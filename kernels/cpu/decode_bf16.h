@@ -32,9 +32,24 @@ constexpr Fp8Table TABLE_E4M3(3, 120, 0x7f, 0x7fc0), TABLE_E5M2(2, 112, 0x7c, 0x
 static inline const Fp8Table& table_of(const E4m3*) { return TABLE_E4M3; }
 static inline const Fp8Table& table_of(const E5m2*) { return TABLE_E5M2; }
 
+// Bytes 0 and 64 side by side, then 1 and 65, and so on.
+struct SideBySide {
+    alignas(64) uint8_t first[64];
+    alignas(64) uint8_t second[64];
+
+    constexpr SideBySide() : first(), second() {
+        for (int i = 0; i < 64; ++i) {
+            first[i] = i / 2 + i % 2 * 64;
+            second[i] = first[i] + 32;
+        }
+    }
+};
+
+constexpr SideBySide SIDE_BY_SIDE;
+
 // Converts at most 64 numbers: both bytes of each are looked up, and put together.
 template <class T>
-static inline void widen(const T* from, int64_t count, Bf16* to) {
+__attribute__((always_inline)) static inline void widen(const T* from, int64_t count, Bf16* to) {
     __mmask64 mask = count >= 64 ? ~0ull : (1ull << count) - 1;
     __m512i bytes = _mm512_maskz_loadu_epi8(mask, from);
     const Fp8Table& table = table_of(from);
@@ -43,15 +58,12 @@ static inline void widen(const T* from, int64_t count, Bf16* to) {
     __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), bytes,
                                             _mm512_load_si512(table.high + 64));
     high = _mm512_or_si512(high, _mm512_and_si512(bytes, _mm512_set1_epi8((char)0x80)));
-    // Bytes 0 and 64 side by side, then 1 and 65, and so on.
-    __m512i pairs = _mm512_add_epi16(_mm512_set1_epi16(64 << 8), _mm512_mullo_epi16(
-        _mm512_set1_epi16(0x101), _mm512_cvtepu8_epi16(_mm256_setr_epi8(
-            0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15,
-            16, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28, 29, 30, 31))));
-    _mm512_storeu_si512(to, _mm512_permutex2var_epi8(low, pairs, high));
+    const SideBySide& order = SIDE_BY_SIDE;
+    __m512i pairs = _mm512_permutex2var_epi8(low, _mm512_load_si512(order.first), high);
+    _mm512_storeu_si512(to, pairs);
     if (count <= 32) return;
-    pairs = _mm512_add_epi16(pairs, _mm512_set1_epi16(32 << 8 | 32));
-    _mm512_storeu_si512(to + 32, _mm512_permutex2var_epi8(low, pairs, high));
+    pairs = _mm512_permutex2var_epi8(low, _mm512_load_si512(order.second), high);
+    _mm512_storeu_si512(to + 32, pairs);
 }
 
 #else
@@ -69,6 +81,9 @@ struct DotBf16 {
 
     static int64_t width(int64_t D) { return round_up(D, 32); }
 
+    template <class T>
+    static constexpr bool converts() { return sizeof(T) == 1; }
+
     static __m512bh pairs(const Bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
 
     static __m512bh some_pairs(const Bf16* p, __mmask32 mask) {
@@ -77,24 +92,6 @@ struct DotBf16 {
 
     static __mmask32 first_of(int64_t count) {
         return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1;
-    }
-
-    // Sums each of 16 vectors into one element of the result.
-    static __m512 sums(const __m512* v) {
-        __m512 a[8], b[4], c[2];
-        for (int i = 0; i < 8; ++i) {
-            a[i] = _mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]) +
-                   _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]);
-        }
-        for (int i = 0; i < 4; ++i) {
-            __m512d x = (__m512d)a[2 * i], y = (__m512d)a[2 * i + 1];
-            b[i] = (__m512)_mm512_unpacklo_pd(x, y) + (__m512)_mm512_unpackhi_pd(x, y);
-        }
-        for (int i = 0; i < 2; ++i) {
-            c[i] = _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88) +
-                   _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd);
-        }
-        return _mm512_shuffle_f32x4(c[0], c[1], 0x88) + _mm512_shuffle_f32x4(c[0], c[1], 0xdd);
     }
 
     // Returns rows of bf16: those of the cache, or converted ones in `staging`.
@@ -111,8 +108,9 @@ struct DotBf16 {
         int64_t padded = width(D);
         for (int64_t t = 0; t < rows.count; ++t) {
             starts[t] = t * padded;
-            const T* row = cache + rows.here[t] + offset;
+            const T *row = cache + rows.here[t] + offset, *next = cache + rows.next[t] + offset;
             for (int64_t d = 0; d < D; d += 64) {
+                prefetch(next + d);
                 widen(row + d, D - d, converted + starts[t] + d);
             }
         }
@@ -148,9 +146,7 @@ struct DotBf16 {
         for (int64_t t = 0; t < count; t += TOKENS) {
             const Bf16* key[TOKENS];
             for (int i = 0; i < TOKENS; ++i) key[i] = keys + starts[t + i];
-            __m512 acc[16];
-#pragma GCC unroll 16
-            for (int i = 0; i < 16; ++i) acc[i] = _mm512_setzero_ps();
+            vec acc[16] = {};
             ask.ask(ahead.per_products);
             for (int64_t d = 0; d < whole; d += 32) {
                 __m512bh x[HEADS];
@@ -161,7 +157,8 @@ struct DotBf16 {
                     __m512bh y = pairs(key[i] + d);
 #pragma GCC unroll 4
                     for (int h = 0; h < HEADS; ++h) {
-                        acc[h * TOKENS + i] = _mm512_dpbf16_ps(acc[h * TOKENS + i], x[h], y);
+                        vec& sum = acc[h * TOKENS + i];
+                        sum = (vec)_mm512_dpbf16_ps((__m512)sum, x[h], y);
                     }
                 }
             }
@@ -172,12 +169,13 @@ struct DotBf16 {
 #pragma GCC unroll 4
                     for (int h = 0; h < HEADS; ++h) {
                         __m512bh x = pairs(query + h * padded + whole);
-                        acc[h * TOKENS + i] = _mm512_dpbf16_ps(acc[h * TOKENS + i], x, y);
+                        vec& sum = acc[h * TOKENS + i];
+                        sum = (vec)_mm512_dpbf16_ps((__m512)sum, x, y);
                     }
                 }
             }
             float found[16];
-            _mm512_storeu_ps(found, sums(acc));
+            store(found, sums(acc));
             for (int h = 0; h < HEADS; ++h) {
                 memcpy(products + h * TILE + t, found + h * TOKENS, TOKENS * sizeof(float));
             }

@@ -67,6 +67,31 @@ static inline float sum(vec x) {
 #endif
 }
 
+// Sums each of W vectors into one element of the result.
+__attribute__((always_inline)) static inline vec sums(const vec* v) {
+#ifdef WIDE
+    __m512 a[8], b[4], c[2];
+    for (int i = 0; i < 8; ++i) {
+        __m512 x = (__m512)v[2 * i], y = (__m512)v[2 * i + 1];
+        a[i] = _mm512_unpacklo_ps(x, y) + _mm512_unpackhi_ps(x, y);
+    }
+    for (int i = 0; i < 4; ++i) {
+        __m512d x = (__m512d)a[2 * i], y = (__m512d)a[2 * i + 1];
+        b[i] = (__m512)_mm512_unpacklo_pd(x, y) + (__m512)_mm512_unpackhi_pd(x, y);
+    }
+    for (int i = 0; i < 2; ++i) {
+        c[i] = _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88) +
+               _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd);
+    }
+    return (vec)(_mm512_shuffle_f32x4(c[0], c[1], 0x88) +
+                 _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+#else
+    vec result;
+    for (int i = 0; i < W; ++i) result[i] = sum(v[i]);
+    return result;
+#endif
+}
+
 static inline float largest(vec x) {
 #ifdef WIDE
     return _mm512_reduce_max_ps((__m512)x);
@@ -223,4 +248,6 @@ static inline vec tanh(vec x) {
 }
 
 // Always inline: GCC takes a function that only asks for one without effect, and drops its calls.
-__attribute__((always_inline)) static inline void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
+__attribute__((always_inline)) static inline void prefetch(const void* p) {
+    __builtin_prefetch(p, 0, 2);
+}
