@@ -138,11 +138,6 @@ class BlockPool:
         users, pins = self._users, self._pins
         return sum(1 for block in blocks if users[block] == 0 and block not in pins)
 
-    def count_own(self, blocks: Iterable[BlockId]) -> int:
-        """Return how many of the blocks have no other user, so that releasing them frees them."""
-        users, pins = self._users, self._pins
-        return sum(1 for block in blocks if users[block] == 1 and block not in pins)
-
     def num_users(self, block: BlockId) -> int:
         """Return how many hold a block."""
         return self._users[block]

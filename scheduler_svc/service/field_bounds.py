@@ -210,7 +210,7 @@ def _check_sequences(field: str, count: int, least: int, max_num_seqs: int) -> N
     if count > max_num_seqs:
         raise InvalidRequestError(
             field,
-            f"{field} is {count}, must be at most {max_num_seqs}, the sequences that a step may have",
+            f"{field} is {count}, must be at most {max_num_seqs}, the most sequences of a step",
         )
 
 
