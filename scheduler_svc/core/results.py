@@ -163,8 +163,8 @@ def _spread_doubt(
 ) -> list[Request]:
     """Add the blocks that were computed from tainted ones; return the rows that read them.
 
-    Of a row that has changed hands nobody knows any more what it read: what it named in this
-    step, or in one behind it, is added too.
+    Of a row that has changed hands nobody knows any more what it read. What it named in this
+    step, or in one behind it, is added too; what it sampled there is sampled again.
     """
     rows = state.rows
     for flying in (step, *state.journal):
@@ -173,6 +173,9 @@ def _spread_doubt(
             for row, block in flying.published
             if not flying.ran_for(row, int(rows.generation[row]))
         )
+        for orphan in flying.orphans.values():
+            orphan.num_pending_tokens = 0
+        flying.orphans.clear()
     in_doubt: list[Request] = []
     clear = list(rows.running)
     gone = [each for flying in (step, *state.journal) for each in flying.given_back]

@@ -2,6 +2,7 @@
 
 from fake_worker import generate_alone
 from scheduler_bench import Bench, bench, request
+from scheduler_svc.core.departure import preempt
 from scheduler_svc.core.request import Request
 
 
@@ -40,3 +41,20 @@ def test_it_does_not_wait_for_a_token_that_was_lost() -> None:
     for each, token in ((first, 0), (second, 1)):
         alone = generate_alone([token] * 19, 20, frozenset())
         assert each.output_token_ids().tolist() == alone
+
+
+def test_one_that_rests_on_a_failed_row_is_sampled_again() -> None:
+    table = bench(64, depth=2)
+    failing, reading = request("failing", [0] * 8 + [1]), request("reading", [0] * 8 + [1] * 9)
+    table.send(failing, reading)
+    plan = table.plan(frozenset({0}))
+    assert plan is not None
+    assert [row.num_computed_tokens for row in plan.admitted] == [0, 8]
+    preempt(table.scheduler._state, reading, table.now_ns)
+    assert reading.num_pending_tokens == 1
+    outcome = table.answer()
+    assert outcome.finished == [failing]
+    assert outcome.requests == []
+    table.run()
+    alone = generate_alone([0] * 8 + [1] * 9, 4, frozenset())
+    assert reading.output_token_ids().tolist() == alone
