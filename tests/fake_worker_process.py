@@ -29,14 +29,17 @@ def model_facts(*, fingerprint: str = "f00d", vocab_size: int = 3) -> worker_pb2
 
 def hello(boot_id: int = 1, **changes: object) -> worker_pb2.WorkerHello:
     """Return a hello that is let in, but for the changes."""
-    fields = {
-        "protocol_version": 1,
-        "boot_id": boot_id,
-        "devices": [worker_pb2.Device(kind="cpu", uuid=f"{boot_id:x}", name="a CPU")],
-        "model": model_facts(),
-        **changes,
-    }
-    return worker_pb2.WorkerHello(**fields)  # type: ignore[arg-type]  # any field
+    message = worker_pb2.WorkerHello(
+        protocol_version=1,
+        boot_id=boot_id,
+        devices=[worker_pb2.Device(kind="cpu", uuid=f"{boot_id:x}", name="a CPU")],
+        model=model_facts(),
+    )
+    changed = worker_pb2.WorkerHello(**changes)  # type: ignore[arg-type]  # any field
+    if changed.model.kv_groups:
+        del message.model.kv_groups[:]
+    message.MergeFrom(changed)
+    return message
 
 
 class WireWorker(FakeWorker):

@@ -46,7 +46,7 @@ class RefusedRows:
 
     def strike(self, result: StepResult, refusals: Sequence[tuple[int, str]]) -> StepResult:
         """Return the result without the refused rows' tokens, and with new refusals as errors."""
-        if not self._reasons:
+        if not (self._reasons or refusals):
             return result
         kept = ~np.isin(result.rows, list(self._reasons))
         failed = dict(result.row_errors) | dict(refusals)

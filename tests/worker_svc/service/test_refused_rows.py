@@ -1,7 +1,7 @@
 """A refused row never gives a token, from its admission to its release, and others always do."""
 
 import numpy as np
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from worker_svc.runtime.step_plan import (
@@ -42,6 +42,7 @@ forks = st.dictionaries(st.integers(0, 5), st.integers(0, 5), max_size=3)
 
 
 @given(st.lists(st.tuples(rows, rows, rows, st.booleans(), rows, forks), max_size=10))
+@example([({0}, {0}, set(), False, set(), {}), ({0}, set(), set(), False, set(), {0: 0})])
 def test_refused_rows_and_their_forks_are_struck_until_they_are_released(
     steps: list[tuple[set[int], set[int], set[int], bool, set[int], dict[int, int]]],
 ) -> None:
