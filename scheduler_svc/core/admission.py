@@ -92,7 +92,8 @@ def _claim(
     if not yielding:
         return False
     hits = find_blocks(state, request, draft, pool)
-    lacking = _num_blocks_wanted(state, request, hits, draft, pool) - pool.num_free
+    lanes = _lanes_that_resume(state, request, pool)
+    lacking = _num_blocks_wanted(state, request, hits, lanes, draft, pool) - pool.num_free
     lacking_rows, budget = _num_rows_wanted(request) - rows.num_free, draft.budget
     victims: list[Request] = []
     while lacking > 0 or lacking_rows > 0:
@@ -120,14 +121,19 @@ def _claim(
 
 
 def _num_blocks_wanted(
-    state: SchedulerState, request: Request, hits: list[BlockId], draft: StepDraft, pool: BlockPool
+    state: SchedulerState,
+    request: Request,
+    hits: list[BlockId],
+    lanes: list[LanePlan] | None,
+    draft: StepDraft,
+    pool: BlockPool,
 ) -> int:
     """Return how many blocks must be free to admit a request.
 
     Its whole known length must fit, beside those of the rows that run, or a long prompt
     would be preempted half way.
     """
-    if (lanes := _lanes_that_resume(state, request, pool)) is not None:
+    if lanes is not None:
         wanted = num_lane_blocks(state, lanes, pool)
     else:
         wanted = num_wanted(request.num_tokens, hits, state.limits, pool)
@@ -145,9 +151,10 @@ def _admit(state: SchedulerState, request: Request, draft: StepDraft, pool: Bloc
     if _num_rows_wanted(request) > state.rows.num_free:
         return False
     hits = find_blocks(state, request, draft, pool)
-    if _num_blocks_wanted(state, request, hits, draft, pool) > pool.num_free:
+    lanes = _lanes_that_resume(state, request, pool)
+    if _num_blocks_wanted(state, request, hits, lanes, draft, pool) > pool.num_free:
         return False
-    if (lanes := _lanes_that_resume(state, request, pool)) is not None:
+    if lanes is not None:
         admit_lanes(state, lanes, draft, pool)
         return True
     num_hit_columns = len(hits) // pool.num_groups

@@ -15,7 +15,6 @@ from scheduler_svc.core.kv_groups import KvGroup
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
-from scheduler_svc.core.step_plan import Int32Array
 
 
 def without_unseen(
@@ -43,8 +42,8 @@ def give_back_unseen(rows: Rows, journal: Journal, pool: BlockPool, block_size: 
     for number, group in enumerate(pool.groups):
         if group.sees_all:
             continue
-        unseen = _num_unseen(group, rows.num_computed, block_size)
-        before = _num_unseen(group, rows.num_computed - rows.num_last_new, block_size)
+        unseen = group.nums_unseen_blocks(rows.num_computed, block_size)
+        before = group.nums_unseen_blocks(rows.num_computed - rows.num_last_new, block_size)
         for row in np.flatnonzero(unseen > before).tolist():
             request = rows.owner(row)
             gone = _take_out(request, number, int(unseen[row]), pool.num_groups)
@@ -55,16 +54,6 @@ def give_back_unseen(rows: Rows, journal: Journal, pool: BlockPool, block_size: 
                     GivenBack(request, block, int(unseen[row]) - 1 - place >= num_hit)
                     for place, block in enumerate(gone)
                 ]
-
-
-def _num_unseen(group: KvGroup, num_computed: Int32Array, block_size: int) -> Int32Array:
-    """Return how many leading blocks of each row no token to come sees. Shapes: all [R]."""
-    if group.window:
-        first = np.maximum(num_computed - (group.window - 1), 0)
-    else:
-        first = num_computed // group.chunk * group.chunk
-    unseen: Int32Array = first // block_size
-    return unseen
 
 
 def _take_out(request: Request, group: int, num_unseen: int, num_groups: int) -> list[BlockId]:

@@ -4,6 +4,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
+from scheduler_svc.core.step_plan import Int32Array
+
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
@@ -33,6 +37,15 @@ class KvGroup:
         """Return how many leading blocks no token behind the computed ones can see."""
         return self.first_seen(num_computed) // block_size
 
+    def nums_unseen_blocks(self, num_computed: Int32Array, block_size: int) -> Int32Array:
+        """Return `num_unseen_blocks` of each row of a group that does not see all. Shapes: [R]."""
+        if self.window:
+            first = np.maximum(num_computed - (self.window - 1), 0)
+        else:
+            first = num_computed // self.chunk * self.chunk
+        unseen: Int32Array = first // block_size
+        return unseen
+
     def longest_hit(self, is_cached: Callable[[int], bool], limit: int, block_size: int) -> int:
         """Return the longest prefix, of at most `limit` blocks, behind which a request can go on.
 
@@ -41,7 +54,7 @@ class KvGroup:
 
         Cost: O(limit).
         """
-        if not self.window and not self.chunk:
+        if self.sees_all:
             return next((i for i in range(limit) if not is_cached(i)), limit)
         run_end = run = limit
         while run_end and run > self.num_unseen_blocks(run_end * block_size, block_size):
@@ -58,7 +71,7 @@ class KvGroup:
         block more where that need not begin with a block.
         """
         whole = -(-num_tokens // block_size)
-        if not self.window and not self.chunk:
+        if self.sees_all:
             return whole
         span = min((self.window - 1 if self.window else self.chunk) + num_in_flight, num_tokens)
         begins_inside = bool(self.window or self.chunk % block_size)

@@ -1,5 +1,6 @@
 """Windows and chunks hold what tokens to come can see, as scenarios 34 to 39 have it."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -112,3 +113,12 @@ def test_no_more_blocks_are_held_than_said(
         end = min(computed + step, num_tokens)
         held = -(-end // size) - group.num_unseen_blocks(computed, size)
         assert held <= group.most_blocks(num_tokens, step, size)
+
+
+@given(group=groups, computed=st.lists(st.integers(0, 60), max_size=9), size=st.integers(1, 5))
+def test_a_column_of_rows_is_told_what_each_row_is(
+    group: KvGroup, computed: list[int], size: int
+) -> None:
+    if not group.sees_all:
+        told = group.nums_unseen_blocks(np.array(computed, dtype=np.int32), size)
+        assert told.tolist() == [group.num_unseen_blocks(each, size) for each in computed]
