@@ -11,3 +11,7 @@ class ModelError(ConfigError):
 
 class InvariantError(AssertionError):
     """A promise between scheduler and worker is broken: ours. Never caught; the process ends."""
+
+
+class AdapterError(ValueError):
+    """An adapter cannot be loaded: the operator's. One line; nobody else is harmed."""

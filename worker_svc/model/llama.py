@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from worker_svc.model.model_config import ModelConfig, RopeScaling
-from worker_svc.model.operations import LayerCache, Linear, Operations, StepColumns
+from worker_svc.model.operations import Embedded, LayerCache, Linear, Operations, StepColumns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -83,6 +83,7 @@ class Llama:
         block_tables: torch.Tensor,
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
+        embedded: Embedded | None = None,
     ) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
 
@@ -91,6 +92,7 @@ class Llama:
             kv_caches             per layer, [N, S, G, D] each, written in place
             slot_mapping          [T]           int64; -1 writes nothing
             block_tables, seq_lens, query_start_loc: as in `StepColumns`
+            embedded              what some tokens have in place of the table's rows
             returns               [T, E]        dtype of the weights
 
         Invariant: in each layer all tokens store before any attends, so a request may read a
@@ -108,6 +110,8 @@ class Llama:
         )
         attention = operations.begin(columns, self._inverse_frequencies, kv_caches[0])
         hidden = functional.embedding(token_ids, weights.embedding)  # [T, E]
+        if embedded is not None:
+            hidden.index_copy_(0, embedded.places, embedded.vectors)
         added: torch.Tensor | None = None
         for layer, cache in zip(weights.layers, kv_caches, strict=True):
             normed = self._norm(hidden, added, layer.attention_norm)

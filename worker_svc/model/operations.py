@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
@@ -34,6 +34,16 @@ class StepColumns:
 
     window: int | None = None
     """Tokens a token sees, itself included. None: all before it."""
+
+
+class Embedded(NamedTuple):
+    """Tokens of a step that have vectors of their own, whatever their ids."""
+
+    places: torch.Tensor
+    """[P] int64. Places in the step."""
+
+    vectors: torch.Tensor
+    """[P, E]"""
 
 
 class StepAttention(Protocol):

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from worker_svc.errors import ModelError
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.gguf_file import read_gguf
 from worker_svc.model.gguf_weights import ROPE_DIVISORS, GgufWeights
 from worker_svc.model.llama import LayerWeights, Llama, LlamaWeights
@@ -42,9 +43,15 @@ class LoadedModel:
 
 
 def load_model(
-    path: Path, dtype: torch.dtype, device: torch.device, operations: Operations | None = None
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    operations: Operations | None = None,
+    adapters: AdapterBank | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
+
+    With `adapters`, its layers take adapters of that bank.
 
     Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor.
     """
@@ -52,7 +59,7 @@ def load_model(
     operations = operations or TorchOperations()
     config, source = _open_source(path)
     with source as tensors:
-        loader = _Loader(tensors, config, dtype, device, operations)
+        loader = _Loader(tensors, config, dtype, device, operations, adapters)
         weights = loader.load()
     model = Llama(config, weights, operations)
     return LoadedModel(model, loader.weight_bytes, time.perf_counter() - started)
@@ -76,6 +83,7 @@ class _Loader:
         dtype: torch.dtype,
         device: torch.device,
         operations: Operations,
+        adapters: AdapterBank | None,
     ) -> None:
         self._source = source
         self._left = set(source.names)
@@ -83,6 +91,7 @@ class _Loader:
         self._dtype = dtype
         self._device = device
         self._operations = operations
+        self._adapters = adapters
         self.weight_bytes = 0
 
     def load(self) -> LlamaWeights:
@@ -136,7 +145,9 @@ class _Loader:
     def _linear(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another."""
         weight = self._fuse(parts, "weight", [columns])
-        return self._operations.linear(weight, self._fuse(parts, "bias") if has_bias else None)
+        bias = self._fuse(parts, "bias") if has_bias else None
+        linear = self._operations.linear(weight, bias)
+        return linear if self._adapters is None else self._adapters.wrap(linear, parts, columns)
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
         return self._place([self._read(name, shape)])

@@ -7,9 +7,11 @@ import numpy as np
 import torch
 
 from worker_svc.errors import InvariantError
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.llama import Llama
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
+from worker_svc.runtime.embedded_spans import EmbeddedSpans
 from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.memory_budget import blocks_for
 from worker_svc.runtime.rows import Rows
@@ -44,11 +46,18 @@ class ModelRunner:
     the scheduler need not send it back.
     """
 
-    __slots__ = ("_last_step_id", "_model", "kv_cache", "rows")
+    __slots__ = ("_adapters", "_last_step_id", "_model", "kv_cache", "rows")
 
     def __init__(
-        self, model: Llama, kv_cache: KVCache, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: Llama,
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        adapters: AdapterBank | None = None,
     ) -> None:
+        """Run rows with adapters of the bank that the model was loaded with, if it was."""
         tables = BlockTables(
             max_num_seqs,
             blocks_for(max_model_len, kv_cache.block_size),
@@ -57,8 +66,11 @@ class ModelRunner:
             windowed=model.config.sliding_window is not None,
         )
         self.kv_cache = kv_cache
-        self.rows = Rows(max_num_seqs, max_model_len, (tables,), model.config.vocab_size)
+        embedded = EmbeddedSpans(model.config.hidden_size, model.dtype, model.device)
+        vocab_size = model.config.vocab_size
+        self.rows = Rows(max_num_seqs, max_model_len, (tables,), vocab_size, embedded)
         self._model = model
+        self._adapters = adapters
         self._last_step_id = -1
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -74,6 +86,7 @@ class ModelRunner:
             )
         self._last_step_id = plan.step_id
         self.rows.apply(plan)
+        self._fail_without_adapter(plan)
         self.kv_cache.copy_blocks(plan.copies)
         running = self.rows.running()
         if not len(running):
@@ -86,6 +99,8 @@ class ModelRunner:
                 self.rows.failed(),
             )
         inputs = build_step_inputs(self.rows, running, self._model.device)
+        if self._adapters is not None:
+            self._adapters.begin(self.rows.adapter[running], self.rows.num_new_tokens[running])
         prepared = perf_counter_ns()
         logits = self._compute(inputs)
         computed = perf_counter_ns()
@@ -100,6 +115,12 @@ class ModelRunner:
             candidates=sampled.candidates,
         )
 
+    def _fail_without_adapter(self, plan: StepPlan) -> None:
+        """Fail admitted rows whose adapter is not here."""
+        for entry in plan.admitted:
+            if entry.adapter and not (self._adapters and self._adapters.has(entry.adapter)):
+                self.rows.failures[entry.row] = f"adapter {entry.adapter} is not loaded here"
+
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
         """Return the logits of the rows that sample. Shape: [S, V]."""
         hidden = self._model.forward(
@@ -110,6 +131,7 @@ class ModelRunner:
             inputs.block_tables[0],
             inputs.seq_lens,
             inputs.query_start_loc,
+            inputs.embedded,
         )
         return self._model.logits(hidden[inputs.last_tokens])
 

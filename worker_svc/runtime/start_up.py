@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from worker_svc.errors import ConfigError
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.llama import Llama
 from worker_svc.model.weights import LoadedModel
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
@@ -65,8 +66,10 @@ class RunnerLimits:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
 
 
-def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner, MemoryReport]:
-    """Give a loaded model an empty cache, and return what runs it.
+def make_runner(
+    loaded: LoadedModel, limits: RunnerLimits, adapters: AdapterBank | None = None
+) -> tuple[ModelRunner, MemoryReport]:
+    """Give a loaded model an empty cache, and return what runs it, with the adapters of its layers.
 
     The memory of an older runner counts as taken as long as there is a reference to it.
 
@@ -93,7 +96,11 @@ def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner,
         )
     cache = KVCache(config, num_blocks, limits.block_size, model.dtype, model.device)
     runner = ModelRunner(
-        model, cache, max_num_seqs=limits.max_num_seqs, max_model_len=max_model_len
+        model,
+        cache,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=max_model_len,
+        adapters=adapters,
     )
     report = MemoryReport(
         weight_bytes=loaded.weight_bytes,

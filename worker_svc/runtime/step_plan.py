@@ -31,6 +31,20 @@ class SamplingParams:
     """Unsigned 64 bits. With the sequence index and a token's position it fixes the draw."""
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddedSpan:
+    """Vectors that stand in place of some of a row's tokens."""
+
+    offset: int
+    """Position of the first."""
+
+    values: bytes
+    """Vectors of the model's hidden size, one behind the other."""
+
+    dtype: str
+    """Of torch, by its name: float16, float32 or bfloat16."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdmittedRow:
     """Everything a worker needs to run a row it does not know."""
@@ -69,6 +83,13 @@ class AdmittedRow:
 
     num_candidates: int = 0
     """Likeliest tokens to report wherever the row samples. It then takes the first of them."""
+
+
+    adapter: int = 0
+    """Slot of the adapter that changes its layers. 0: none."""
+
+    embeddings: tuple[EmbeddedSpan, ...] = ()
+    """In place of tokens, as far as they are not computed yet; in order of position."""
 
 
 class ForkedRow(NamedTuple):
