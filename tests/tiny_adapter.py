@@ -51,8 +51,10 @@ def write_adapter(
     }
     (directory / "adapter_config.json").write_text(json.dumps(given), encoding="utf-8")
     shapes = weights if weights is not None else tiny_weights(0)
-    num_layers = LAYERS if weights is None else 1 + max(
-        int(name.split(".")[2]) for name in shapes if name.startswith("model.layers.")
+    num_layers = (
+        LAYERS
+        if weights is None
+        else 1 + max(int(name.split(".")[2]) for name in shapes if name.startswith("model.layers."))
     )
     generator = torch.Generator().manual_seed(seed)
     tensors = {}

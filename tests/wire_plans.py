@@ -3,6 +3,8 @@
 import numpy as np
 
 from pagemill.v1 import worker_pb2
+from scheduler_svc.core.block_hash import ContentSpan
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.request import Sampling
 from scheduler_svc.core.step_plan import (
     AdmittedRow,
@@ -73,4 +75,12 @@ def _decode_row(row: worker_pb2.AdmittedRow) -> AdmittedRow:
         sequence_index=row.sequence_index,
         num_samples=max(1, row.num_samples),
         num_candidates=row.num_candidates,
+        adapter=row.adapter,
+        embeddings=tuple(_decode_span(span) for span in row.embeddings),
     )
+
+
+def _decode_span(span: worker_pb2.EmbeddingSpanRow) -> EmbeddedSpan:
+    """Return a span whose content id does not travel, with one position a vector of 8 bytes."""
+    content = ContentSpan("", span.offset, max(1, len(span.embeddings) // 8))
+    return EmbeddedSpan(content, span.embeddings, span.element_type)

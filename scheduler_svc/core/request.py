@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from scheduler_svc.core.block_hash import NO_EXTRA_KEYS, BlockHash, ExtraKeys
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.free_block_queue import BlockId
 
 
@@ -155,6 +156,7 @@ class Request:
         "_children",
         "_root",
         "account",
+        "adapter_slot",
         "admitted_tokens",
         "arrival_ns",
         "awaits_fork",
@@ -162,6 +164,7 @@ class Request:
         "blocks",
         "computed_before_preemption",
         "deadline_ns",
+        "embeddings",
         "error",
         "extra",
         "finish_reason",
@@ -218,6 +221,8 @@ class Request:
         deadline_ns: int | None = None,
         num_sequences: int = 1,
         beam: BeamOptions | None = None,
+        adapter_slot: int = 0,
+        embeddings: tuple[EmbeddedSpan, ...] = (),
     ) -> None:
         self.request_id = request_id
         self.tokens = array("i", prompt)
@@ -235,6 +240,10 @@ class Request:
         self.deadline_ns = deadline_ns
         self.num_sequences = num_sequences
         self.beam = beam
+        self.adapter_slot = adapter_slot
+        """Where workers have the adapter of `extra`. 0: none."""
+        self.embeddings = embeddings
+        """What fills the spans of `extra`; kept to its end, for it may lose its blocks."""
 
         # The family.
         self.index = 0
@@ -359,6 +368,8 @@ class Request:
             weight=self.weight,
             arrival_ns=self.arrival_ns,
             deadline_ns=self.deadline_ns,
+            adapter_slot=self.adapter_slot,
+            embeddings=self.embeddings,
         )
         child.tokens, child.num_prompt_tokens = self.tokens, self.num_prompt_tokens
         child.index, child.awaits_fork, child._root = index, True, self

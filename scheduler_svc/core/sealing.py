@@ -6,6 +6,7 @@ import numpy as np
 
 from scheduler_svc.core.beam_search import num_candidates
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.embedded_span import not_computed
 from scheduler_svc.core.family_results import note_families
 from scheduler_svc.core.forks import forked_rows
 from scheduler_svc.core.journal import FlyingStep
@@ -80,4 +81,6 @@ def _describe(
         sequence_index=request.index,
         num_samples=request.num_samples,
         num_candidates=num_candidates(beam, request.stopping) if beam else 0,
+        adapter=request.adapter_slot,
+        embeddings=not_computed(request.embeddings, request.admitted_tokens),
     )

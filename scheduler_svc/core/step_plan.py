@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.request import Request, Sampling
 
 Int32Array = npt.NDArray[np.int32]
@@ -52,6 +53,12 @@ class AdmittedRow:
 
     num_candidates: int = 0
     """Likeliest tokens to report wherever it samples; it then takes the first of them."""
+
+    adapter: int = 0
+    """Slot of its adapter. 0: none."""
+
+    embeddings: tuple[EmbeddedSpan, ...] = ()
+    """In place of tokens, as far as they are not computed."""
 
 
 @dataclass(frozen=True, slots=True)

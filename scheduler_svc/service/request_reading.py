@@ -5,6 +5,7 @@ import uuid
 from pagemill.v1.generation_pb2 import Stopping
 from pagemill.v1.inference_pb2 import GenerateRequest
 from scheduler_svc.core.errors import InvalidRequestError
+from scheduler_svc.service.embedding_reading import read_embeddings
 from scheduler_svc.service.engine_door import Submission
 from scheduler_svc.service.field_bounds import check_fields
 from scheduler_svc.service.front_end import FrontEnd
@@ -26,6 +27,8 @@ async def read_request(
     front.model_name(message.model)
     check_fields(message, front.facts.vocab_size, front.limits.max_num_seqs)
     token_ids = await front.prompts.read(message)
+    hidden_size = front.facts.hidden_size
+    embeddings = await read_embeddings(message.embeddings, len(token_ids), hidden_size)
     stopping, cache = message.stopping, message.cache
     return Submission(
         request_id=message.request_id or uuid.uuid4().hex,
@@ -44,6 +47,8 @@ async def read_request(
         traceparent=traceparent,
         num_sequences=message.sampling.n or 1,
         beam=read_beam(message.beam),
+        adapter=message.adapter,
+        embeddings=embeddings,
     )
 
 

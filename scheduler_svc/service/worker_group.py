@@ -13,8 +13,15 @@ from scheduler_svc.core.block_hash import HashAlgorithm, PoolIdentity
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.kv_groups import KvGroup
 from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.service.adapter_desk import AdapterDesk
 from scheduler_svc.service.engine_door import GroupState
-from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
+from scheduler_svc.service.group_events import (
+    AdapterLost,
+    GroupLost,
+    GroupReady,
+    Mailbox,
+    StepArrived,
+)
 from scheduler_svc.service.worker_link import SentPlan, WorkerLink
 from scheduler_svc.service.worker_wire import Epoch
 
@@ -78,12 +85,14 @@ class WorkerGroup:
         incarnation: int,
         hash_algorithm: HashAlgorithm = SHA256,
         hash_seed: str = "",
+        adapters: AdapterDesk | None = None,
     ) -> None:
         self._terms = terms
         self._mailbox = mailbox
         self._incarnation = incarnation
         self._hash_algorithm = hash_algorithm
         self._hash_seed = hash_seed
+        self._adapters = adapters or AdapterDesk(0)
         self._epoch_number = 0
         self._links: dict[int, WorkerLink] = {}
         self._empty = asyncio.Event()
@@ -178,7 +187,7 @@ class WorkerGroup:
     # For the link.
 
     def worker_ready(self, link: WorkerLink, ready: worker_pb2.WorkerReady) -> None:
-        """Begin an epoch: with one rank, the group is ready when its worker is."""
+        """Let the worker load the adapters that are loaded, and then begin an epoch."""
         wanted = self._terms.num_blocks_override
         if not 1 <= ready.num_blocks <= MAX_BLOCKS or wanted not in (0, ready.num_blocks):
             bound = str(wanted) if wanted else f"1 to {MAX_BLOCKS}"
@@ -187,6 +196,14 @@ class WorkerGroup:
                 f"num_blocks is {ready.num_blocks}, must be {bound}",
             )
             return
+        self._adapters.join(link, lambda lost: self._begin_epoch(link, ready, lost))
+
+    def _begin_epoch(
+        self, link: WorkerLink, ready: worker_pb2.WorkerReady, lost: Sequence[AdapterLost]
+    ) -> None:
+        """Take plans: with one rank, the group is ready when its worker is."""
+        for adapter in lost:
+            self._mailbox.post(adapter)
         owner = (link.boot_id, ready.num_blocks)
         kept_cache = owner == self._pool_owner
         self._pool_owner = owner
@@ -217,8 +234,13 @@ class WorkerGroup:
         """Pass a result on."""
         self._mailbox.post(step)
 
+    def adapter_answered(self, link: WorkerLink, answer: worker_pb2.AdapterAnswer) -> None:
+        """Pass an answer on."""
+        self._adapters.answer(link, answer)
+
     def worker_gone(self, link: WorkerLink, reason: str) -> None:
         """Free the place; the group is lost with any of its ranks."""
+        self._adapters.leave(link)
         del self._links[link.rank]
         if not self._links:
             self._empty.set()

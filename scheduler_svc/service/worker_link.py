@@ -51,6 +51,9 @@ class LinkOwner(Protocol):
     def step_arrived(self, link: "WorkerLink", step: StepArrived) -> None:
         """Note a result that came in order."""
 
+    def adapter_answered(self, link: "WorkerLink", answer: worker_pb2.AdapterAnswer) -> None:
+        """Note how the load of an adapter ended."""
+
     def worker_gone(self, link: "WorkerLink", reason: str) -> None:
         """Note that the stream has ended. Called once."""
 
@@ -62,7 +65,8 @@ class WorkerLink:
     it: `fail` with a status for the worker, `close` when nobody listens any more. Both tell
     the group at once; whatever comes later is ignored.
 
-    Out go an ack, at most `pipeline_depth` plans and a stop: that bounds the outbox.
+    Out go an ack, at most `pipeline_depth` plans, a stop, and as many changes of adapters as
+    there are slots and callers: that bounds the outbox.
     """
 
     def __init__(
@@ -122,6 +126,11 @@ class WorkerLink:
         self._outbox_changed.set()
         return SentPlan(self.epoch.number, len(message), encoded_ns, time.monotonic_ns())
 
+    def send_adapter(self, change: worker_pb2.AdapterChange) -> None:
+        """Queue a change of an adapter, behind the plans that were sent."""
+        self._outbox.append(worker_pb2.JoinResponse(adapter=change).SerializeToString())
+        self._outbox_changed.set()
+
     def send_stop(self) -> None:
         """Ask the worker to finish what it has and exit."""
         stop = worker_pb2.JoinResponse(stop=worker_pb2.StopWorker())
@@ -162,6 +171,10 @@ class WorkerLink:
                     self._phase = message.heartbeat.phase
             case "ready":
                 self._take_ready(message.ready)
+            case "adapter":
+                answer = message.adapter
+                answer.error = answer.error[:MAX_REASON_CHARACTERS]
+                self._owner.adapter_answered(self, answer)
             case "failure":
                 kind = "for good" if message.failure.permanent else "for now"
                 reason = message.failure.reason[:MAX_REASON_CHARACTERS]

@@ -125,6 +125,15 @@ def _admitted_row(row: AdmittedRow) -> worker_pb2.AdmittedRow:
         sequence_index=row.sequence_index,
         num_samples=row.num_samples if row.num_samples > 1 else 0,
         num_candidates=row.num_candidates,
+        adapter=row.adapter,
+        embeddings=[
+            worker_pb2.EmbeddingSpanRow(
+                offset=span.content.start,
+                embeddings=span.values,
+                element_type=span.element_type,
+            )
+            for span in row.embeddings
+        ],
     )
 
 

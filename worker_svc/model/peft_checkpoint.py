@@ -19,9 +19,6 @@ from worker_svc.model.fields import Fields
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 
-MAX_RANK = 512
-"""Above it a low rank saves nothing in the models that are served."""
-
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 1 << 22
 """For the names and places of the matrices, in front of them."""

@@ -55,8 +55,9 @@ class EmbeddedSpans:
     def _read(self, span: EmbeddedSpan) -> torch.Tensor | None:
         """Return the vectors [n, E], or None if the bytes are none."""
         dtype = _DTYPES.get(span.dtype)
-        bytes_of_one = self._hidden_size * (dtype.itemsize if dtype else 0)
-        if not bytes_of_one or not span.values or len(span.values) % bytes_of_one:
+        if dtype is None or not self._hidden_size or not span.values:
+            return None
+        if len(span.values) % (self._hidden_size * dtype.itemsize):
             return None
         # A copy, since torch wants memory that may be written.
         raw = torch.frombuffer(bytearray(span.values), dtype=dtype)

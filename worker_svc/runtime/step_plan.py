@@ -84,7 +84,6 @@ class AdmittedRow:
     num_candidates: int = 0
     """Likeliest tokens to report wherever the row samples. It then takes the first of them."""
 
-
     adapter: int = 0
     """Slot of the adapter that changes its layers. 0: none."""
 

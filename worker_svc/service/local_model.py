@@ -1,7 +1,7 @@
 """The model of a path on a device of this machine, as the shell wants it."""
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -16,6 +16,7 @@ from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
 from worker_svc.service.backends import choose_operations
 from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.local_adapters import AdapterSettings, LocalAdapters
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import CacheLimits
 
@@ -32,6 +33,7 @@ class LocalSettings:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
+    adapters: AdapterSettings = field(default_factory=AdapterSettings)
 
 
 class LocalModel:
@@ -59,6 +61,7 @@ class LocalModel:
         self._log = log
         self._loaded: LoadedModel | None = None
         self.device = describe_device(self._torch_device)
+        self.adapters = LocalAdapters(settings.adapters, self._dtype, self._torch_device)
         self.model = worker_pb2.ModelFacts(
             fingerprint=model_fingerprint(self._path),
             architecture=config.architecture,
@@ -85,7 +88,9 @@ class LocalModel:
         if self._loaded is None:
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
-            self._loaded = load_model(self._path, self._dtype, device, operations)
+            self._loaded = load_model(
+                self._path, self._dtype, device, operations, self.adapters.bank
+            )
 
     def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:
         """Measure memory and make an empty cache.
@@ -105,7 +110,7 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        return make_runner(self._loaded, runner_limits)
+        return make_runner(self._loaded, runner_limits, self.adapters.bank)
 
 
 def set_threads(num_threads: int | None) -> None:

@@ -5,6 +5,7 @@ import time
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import InvariantError
 from worker_svc.service import wire
+from worker_svc.service.adapter_loading import AdapterLoading
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import StepRunner
 from worker_svc.service.plan_order import PlanOrder
@@ -18,9 +19,15 @@ class StepLoop:
     """Runs the plans of one stream, in the thread that calls `run`."""
 
     def __init__(
-        self, runner: StepRunner, status: WorkerStatus, shutdown: Shutdown, log: Logger
+        self,
+        runner: StepRunner,
+        adapters: AdapterLoading,
+        status: WorkerStatus,
+        shutdown: Shutdown,
+        log: Logger,
     ) -> None:
         self._runner = runner
+        self._adapters = adapters
         self._status = status
         self._shutdown = shutdown
         self._log = log
@@ -39,6 +46,8 @@ class StepLoop:
                 match stream.receive(timeout_s=None):
                     case wire.ReceivedPlan() as received:
                         stream.send_result(self._step(received))
+                    case worker_pb2.AdapterChange() as change:
+                        self._adapters.take(change, stream.send_adapter_answer)
                     case worker_pb2.StopWorker():
                         self._log.info("the scheduler stops this worker")
                         break

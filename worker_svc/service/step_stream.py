@@ -63,7 +63,9 @@ class RefusedError(Exception):
     """The scheduler will never take this worker."""
 
 
-Incoming: TypeAlias = wire.ReceivedPlan | worker_pb2.JoinAck | worker_pb2.StopWorker
+Incoming: TypeAlias = (
+    wire.ReceivedPlan | worker_pb2.JoinAck | worker_pb2.StopWorker | worker_pb2.AdapterChange
+)
 
 
 class StepStream:
@@ -135,6 +137,11 @@ class StepStream:
         self._num_answered += 1
         self._send(worker_pb2.JoinRequest(result=result))
 
+    def send_adapter_answer(self, answer: worker_pb2.AdapterAnswer) -> None:
+        """Say how a load ended, if somebody reads it still. From any thread."""
+        with contextlib.suppress(queue.Full):
+            self._outbox.put(worker_pb2.JoinRequest(adapter=answer), timeout=SEND_DEADLINE_S)
+
     def send_failure(self, reason: str, *, permanent: bool) -> None:
         """Say why the worker cannot go on."""
         failure = worker_pb2.WorkerFailure(reason=reason, permanent=permanent)
@@ -199,5 +206,7 @@ class StepStream:
                 return message.ack
             case "stop":
                 return message.stop
+            case "adapter":
+                return message.adapter
             case _:
                 raise InvariantError("an empty message came from the scheduler")

@@ -10,6 +10,7 @@ from typing import Final
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError
 from worker_svc.runtime.memory_budget import MemoryReport, startup_lines
+from worker_svc.service.adapter_loading import AdapterLoading
 from worker_svc.service.backoff import LONGEST_DELAY_S, Backoff
 from worker_svc.service.exit_status import ExitStatus
 from worker_svc.service.heartbeat import HeartbeatThread
@@ -71,6 +72,7 @@ class Worker:
         self._shutdown = shutdown
         self._log = log
         self._exit_now = exit_now
+        self._adapters = AdapterLoading(host.adapters, log)
         self._status = WorkerStatus()
         self._backoff = Backoff(secrets.SystemRandom().random)
         self._boot_id = secrets.randbits(64)
@@ -79,6 +81,10 @@ class Worker:
 
     def run(self) -> ExitStatus:
         """Serve until asked to stop, refused, or broken. Returns which."""
+        with contextlib.closing(self._adapters):
+            return self._run()
+
+    def _run(self) -> ExitStatus:
         while not self._shutdown.asked:
             try:
                 ended = self._serve_one_stream()
@@ -146,7 +152,10 @@ class Worker:
             self._log.info("joined", group=assignment.group, boot_id=f"{self._boot_id:016x}")
             joined_s = time.monotonic()
             try:
-                StepLoop(cache.runner, self._status, self._shutdown, self._log).run(stream)
+                loop = StepLoop(
+                    cache.runner, self._adapters, self._status, self._shutdown, self._log
+                )
+                loop.run(stream)
             finally:
                 self._last_joined_s = time.monotonic()
                 # A scheduler that takes us and drops us at once must not be dialled in a loop.

@@ -26,6 +26,7 @@ def complete(
     chat: Chat = False,
     system: options.System = None,
     model: options.ServedModel = "",
+    adapter: options.Adapter = "",
     max_tokens: options.MaxTokens = None,
     temperature: options.Temperature = None,
     top_k: options.TopK = None,
@@ -50,6 +51,7 @@ def complete(
     text = read_prompt(prompt, prompt_file)
     arguments = GenerateArguments(
         model=model,
+        adapter=adapter,
         max_tokens=max_tokens,
         temperature=temperature,
         top_k=top_k,

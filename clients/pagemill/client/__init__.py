@@ -1,6 +1,6 @@
 """The Python client: AsyncClient, Client, the events they yield and the errors they raise."""
 
-from pagemill.client.arguments import ChatArguments, GenerateArguments
+from pagemill.client.arguments import ChatArguments, EmbeddingSpan, GenerateArguments
 from pagemill.client.async_client import AsyncClient
 from pagemill.client.channel import Keepalive
 from pagemill.client.errors import (
@@ -33,6 +33,7 @@ from pagemill.client.events import (
 from pagemill.client.retry import RetryPolicy
 from pagemill.client.server_facts import (
     AbortResult,
+    AdapterInfo,
     Load,
     ModelInfo,
     Pin,
@@ -47,6 +48,7 @@ from pagemill.client.sync_client import Client
 __all__ = [
     "AbortResult",
     "Accepted",
+    "AdapterInfo",
     "AlreadyExistsError",
     "AsyncClient",
     "CallCancelledError",
@@ -55,6 +57,7 @@ __all__ = [
     "Completion",
     "DeadlineExceededError",
     "Delta",
+    "EmbeddingSpan",
     "Event",
     "FinishReason",
     "Finished",

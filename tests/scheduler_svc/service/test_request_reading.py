@@ -11,7 +11,6 @@ from front_end_loopback import EOS, MAX_MODEL_LEN, VOCAB_SIZE, facts, front_end
 from pagemill.v1.generation_pb2 import (
     EARLY_STOPPING_NEVER,
     BeamSearch,
-    EmbeddingSpan,
     Guide,
     Sampling,
     Stopping,
@@ -196,9 +195,7 @@ async def test_a_bad_value_is_refused_with_its_field_and_bound(
 
 
 NOT_SERVED = [
-    (asking(adapter="lora"), "adapter"),
     (asking(guide=Guide(regex="a+")), "guide"),
-    (GenerateRequest(token_ids=PROMPT, embeddings=[EmbeddingSpan(content_id="x")]), "embeddings"),
     (with_sampling(presence_penalty=1), "sampling.presence_penalty"),
     (with_sampling(frequency_penalty=-1), "sampling.frequency_penalty"),
     (with_sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),

@@ -13,6 +13,7 @@ from plan_driver import PlanDriver, Sequence
 from tiny_adapter import write_adapter, write_merged
 from tiny_llama import write_tiny_llama
 from worker_svc.model.adapters import AdapterBank
+from worker_svc.model.llama import Llama
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Operations
 from worker_svc.model.peft_checkpoint import read_checkpoint
@@ -87,7 +88,7 @@ def test_batched_adapters_give_the_tokens_of_merged_weights(
     assert [each.output for each in sequences] == [alone[slot] for slot in slots]
 
 
-def test_logits_are_those_of_merged_weights(places: Path) -> None:
+def test_logits_are_those_of_merged_weights(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bank = AdapterBank(torch.float32, CPU)
     loaded = load_model(places / "0", torch.float32, CPU, adapters=bank)
     bank.publish(1, bank.prepare(*read_checkpoint(places / "a1", bank.targets, 64)))
@@ -95,15 +96,14 @@ def test_logits_are_those_of_merged_weights(places: Path) -> None:
         loaded, RunnerLimits(block_size=4, max_model_len=64, num_gpu_blocks_override=60), bank
     )
     seen: list[torch.Tensor] = []
-    compute = type(loaded.model).logits
-    driver = PlanDriver(runner)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            type(loaded.model),
-            "logits",
-            lambda self, hidden: seen.append(compute(self, hidden)) or seen[-1],
-        )
-        driver.generate(Sequence(PROMPT, adapter=1), 1)
+    compute = Llama.logits
+
+    def noted(model: Llama, hidden: torch.Tensor) -> torch.Tensor:
+        seen.append(compute(model, hidden))
+        return seen[-1]
+
+    monkeypatch.setattr(Llama, "logits", noted)
+    PlanDriver(runner).generate(Sequence(PROMPT, adapter=1), 1)
     theirs = oracle.logits(oracle.load_directory(places / "1"), PROMPT)[-1]
     torch.testing.assert_close(seen[0][0], theirs, rtol=1e-4, atol=1e-4)
 
@@ -123,9 +123,7 @@ def test_a_step_without_adapters_multiplies_nothing_more(
 ) -> None:
     runner = new_runner()
     calls: list[int] = []
-    monkeypatch.setattr(
-        "worker_svc.model.adapters._LayerChange.add", lambda *_: calls.append(1)
-    )
+    monkeypatch.setattr("worker_svc.model.adapters._LayerChange.add", lambda *_: calls.append(1))
     driver = PlanDriver(runner)
     driver.generate(Sequence(PROMPT), 2)
     assert calls == []

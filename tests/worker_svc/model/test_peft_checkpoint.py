@@ -150,7 +150,7 @@ def test_damaged_and_missing_files_are_named(
     with pytest.raises(AdapterError, match=r"adapter_model.safetensors cannot be read: No such"):
         read_checkpoint(directory, targets, 64)
     (directory / "adapter_config.json").write_text("{")
-    with pytest.raises(AdapterError, match="adapter_config.json is no JSON"):
+    with pytest.raises(AdapterError, match=r"adapter_config\.json is no JSON"):
         read_checkpoint(directory, targets, 64)
 
 

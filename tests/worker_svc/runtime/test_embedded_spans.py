@@ -1,7 +1,6 @@
 """Embeddings in place of tokens: the same as the tokens, if they are the table's own rows."""
 
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest

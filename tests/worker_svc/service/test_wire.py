@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import InvariantError
-from worker_svc.runtime.step_plan import Candidates, Int32Array, StepResult, StepTiming
+from worker_svc.runtime.step_plan import (
+    Candidates,
+    EmbeddedSpan,
+    Int32Array,
+    StepResult,
+    StepTiming,
+)
 from worker_svc.service import wire
 
 ids = st.integers(0, 2**31 - 1)
@@ -296,12 +302,6 @@ def test_values_that_mean_off_are_no_features(row: worker_pb2.AdmittedRow) -> No
     [
         ("transfers", {"transfers": [worker_pb2.BlockTransfer()]}),
         ("drafts", {"drafts": [worker_pb2.Draft()]}),
-        ("adapter_changes", {"adapter_changes": [worker_pb2.AdapterChange()]}),
-        ("adapter", {"admitted": [worker_pb2.AdmittedRow(adapter=1)]}),
-        (
-            "embeddings",
-            {"admitted": [worker_pb2.AdmittedRow(embeddings=[worker_pb2.EmbeddingSpanRow()])]},
-        ),
     ],
 )
 def test_each_feature_that_changes_rows_or_keys_and_is_not_served_stops_the_plan(
@@ -309,6 +309,17 @@ def test_each_feature_that_changes_rows_or_keys_and_is_not_served_stops_the_plan
 ) -> None:
     with pytest.raises(InvariantError, match=f"uses {feature}, which this worker does not serve"):
         wire.read_plan(worker_pb2.StepPlan(**changes))
+
+
+def test_a_rows_adapter_and_embeddings_are_read() -> None:
+    spans = [
+        worker_pb2.EmbeddingSpanRow(offset=3, embeddings=b"abcd", element_type=2),
+        worker_pb2.EmbeddingSpanRow(offset=9, embeddings=b"ef", element_type=77),
+    ]
+    row = worker_pb2.AdmittedRow(tokens=encode([1]), adapter=5, embeddings=spans)
+    (read,) = wire.read_plan(worker_pb2.StepPlan(admitted=[row])).admitted
+    assert read.adapter == 5
+    assert read.embeddings == (EmbeddedSpan(3, b"abcd", "float32"), EmbeddedSpan(9, b"ef", ""))
 
 
 def test_every_field_of_a_plan_is_read_or_refused() -> None:
@@ -328,7 +339,7 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
     read_row = {
         *{"row", "request_id", "tokens", "block_tables", "sampling", "sequence_index"},
         *{"num_prompt_tokens", "num_computed_tokens", "num_new_tokens"},
-        *{"num_samples", "num_candidates"},
+        *{"num_samples", "num_candidates", "adapter", "embeddings"},
     }
     ignored_row = {"pooling"}  # how to pool, where `pooled` asks for it
     read_sampling = set(SAMPLING)
@@ -341,5 +352,4 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
         | read_sampling
         | ignored_sampling
         | set(wire.ROW_FEATURES_NOT_SERVED)
-        | set(wire.KV_FEATURES_NOT_SERVED)
     )
