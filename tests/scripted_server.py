@@ -239,7 +239,7 @@ class ScriptedServer:
     async def _not_scripted(self, request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not scripted")
 
-    Drain = LoadAdapter = UnloadAdapter = ListAdapters = FlushCache = _not_scripted
+    Drain = FlushCache = _not_scripted
     Embed = GetTokenizer = SubscribeKvEvents = WatchBlocks = Explain = Watch = List = _not_scripted
 
 

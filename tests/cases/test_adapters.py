@@ -2,11 +2,11 @@
 
 import asyncio
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import grpc
 import pytest
 from prometheus_client import generate_latest
 
@@ -55,14 +55,21 @@ def reference(home: Path, model: Path, tmp_path_factory: pytest.TempPathFactory)
     return lambda name, count: oracle.greedy(models[name], PROMPT, count)
 
 
-async def send(
-    stack: Stack, adapter: str = "", count: int = 8, **more: Any
-) -> tuple[int, list[int]]:
+async def send(stack: Stack, adapter: str = "", count: int = 8) -> tuple[int, list[int]]:
     """Return cached tokens and the output."""
     reply = await stack.client.complete(
-        prompt=PROMPT, temperature=0, max_tokens=count, ignore_eos=True, adapter=adapter, **more
+        prompt=PROMPT, temperature=0, max_tokens=count, ignore_eos=True, adapter=adapter
     )
     return reply.usage.cached_tokens, list(reply.token_ids)
+
+
+@contextmanager
+def slowed(stack: Stack) -> Iterator[None]:
+    """Let each step take 0.1 s while the block lasts."""
+    host = stack.workers[-1].host
+    host.step_s = 0.1
+    yield
+    host.step_s = 0.0
 
 
 async def test_case_B_04_an_adapter_that_is_replaced_leaves_nothing_behind(
@@ -87,14 +94,13 @@ async def test_case_B_04_a_request_ends_with_what_it_began_with(
 ) -> None:
     async with serving(model, adapter_dir=home) as stack:
         await stack.client.load_adapter("tenant", "a")
-        with held(stack):
-            running = asyncio.create_task(send(stack, "tenant", 24))
+        with slowed(stack):
+            running = asyncio.create_task(send(stack, "tenant", 40))
             await until(lambda: stack.scheduler.num_running == 1)
-            # Files are read beside the steps, of which none ends here.
             await stack.client.load_adapter("tenant", "b")
             other = asyncio.create_task(send(stack, "tenant", 24))
             await until(lambda: stack.engine.num_live == 2)
-        assert await running == (0, reference("a", 24))
+        assert await running == (0, reference("a", 40))
         assert await other == (0, reference("b", 24))
         assert await send(stack, "tenant") == (12, reference("b", 8))
         adapters = stack.workers[-1].host.adapters
@@ -135,8 +141,8 @@ async def test_an_adapter_in_use_is_unloaded_when_its_requests_have_ended(
     async with serving(model, adapter_dir=home) as stack:
         client = stack.client
         await client.load_adapter("a", "a")
-        with held(stack):
-            running = asyncio.create_task(send(stack, "a"))
+        with slowed(stack):
+            running = asyncio.create_task(send(stack, "a", 40))
             await until(lambda: stack.scheduler.num_running == 1)
             with pytest.raises(DeadlineExceededError):
                 await client.unload_adapter("a", timeout=0.2)
@@ -147,7 +153,8 @@ async def test_an_adapter_in_use_is_unloaded_when_its_requests_have_ended(
             await client.load_adapter("a", "b")
             unloading = asyncio.create_task(client.unload_adapter("a"))
             await unloading
-        assert await running == (0, reference("a", 8))
+            assert not running.done()
+        assert await running == (0, reference("a", 40))
         adapters = stack.workers[-1].host.adapters
         await until(lambda: not any(adapters.generation(slot) for slot in (1, 2)))
         await stack.idle()
@@ -159,7 +166,7 @@ async def test_a_new_worker_has_the_adapters_before_it_runs_a_row(
     async with serving(model, adapter_dir=home) as stack:
         for name in ("a", "b"):
             await stack.client.load_adapter(name, name)
-        with held(stack):
+        with slowed(stack):
             tasks = [asyncio.create_task(send(stack, name, 16)) for name in ("a", "b", "")]
             await until(lambda: stack.scheduler.num_running == 3)
             await stack.stop_worker()
@@ -177,15 +184,16 @@ async def test_an_adapter_that_comes_back_with_no_worker_ends_its_requests_alone
     async with serving(model, adapter_dir=root) as stack:
         for name in ("a", "b"):
             await stack.client.load_adapter(name, name)
-        with held(stack):
-            tasks = [asyncio.create_task(send(stack, name)) for name in ("a", "b", "")]
+        with slowed(stack):
+            tasks = [asyncio.create_task(send(stack, name, 16)) for name in ("a", "b", "")]
             await until(lambda: stack.scheduler.num_running == 3)
             await stack.stop_worker()
         write_adapter(root / "a", seed=9)
         await stack.add_worker()
         with pytest.raises(PagemillError, match=r"adapter 'a' could not be .* has changed"):
             await tasks[0]
-        assert [(await task)[1] for task in tasks[1:]] == [reference(name, 8) for name in ("b", "")]
+        rest = [(await task)[1] for task in tasks[1:]]
+        assert rest == [reference(name, 16) for name in ("b", "")]
         assert [each.name for each in await stack.client.adapters()] == ["b"]
         # What lies there now is loaded as any other.
         await stack.client.load_adapter("a", "a")
@@ -207,14 +215,12 @@ async def test_a_load_that_fails_harms_nobody(
         with held(stack):
             running = asyncio.create_task(send(stack))
             await until(lambda: stack.scheduler.num_running == 1)
-        with pytest.raises(InvalidArgumentError, match=reason) as caught:
+        with pytest.raises(InvalidArgumentError, match=reason):
             await stack.client.load_adapter("a", path)
-        assert isinstance(caught.value.__cause__, grpc.aio.AioRpcError)
-        assert caught.value.__cause__.code() is grpc.StatusCode.FAILED_PRECONDITION
         assert await running == (0, reference("", 8))
         # Its slot is free again.
         await stack.client.load_adapter("a", "a")
-        with pytest.raises(ResourceExhaustedError, match="1 adapters are loaded.* see max_loras"):
+        with pytest.raises(ResourceExhaustedError, match=r"1 adapters are loaded.* see max_loras"):
             await impatient(stack).load_adapter("b", "b")
         await stack.client.unload_adapter("a")
         await stack.client.load_adapter("b", "b")
@@ -222,7 +228,7 @@ async def test_a_load_that_fails_harms_nobody(
 
 
 def impatient(stack: Stack) -> AsyncClient:
-    return AsyncClient(stack.address, retry=RetryPolicy(attempts=1))
+    return AsyncClient(stack.address, retry=RetryPolicy(max_attempts=1))
 
 
 async def test_a_worker_without_a_directory_says_so(model: Path) -> None:

@@ -161,7 +161,7 @@ async def test_live_requests_hold_embeddings_within_a_bound(bench_r: Path) -> No
         with held(stack):
             task = asyncio.create_task(send(stack, rows(0, 24)))
             await until(lambda: stack.engine.num_live == 1)
-            async with AsyncClient(stack.address, retry=RetryPolicy(attempts=1)) as client:
+            async with AsyncClient(stack.address, retry=RetryPolicy(max_attempts=1)) as client:
                 with pytest.raises(ResourceExhaustedError, match="more than 10000"):
                     await client.complete(prompt=PROMPT, embeddings=[rows(0, 24)])
         await task

@@ -34,6 +34,7 @@ from pagemill.v1 import control_pb2, generation_pb2, inference_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
 
+_PROMPT = ("prompt", "messages", "embeddings")
 _PLAIN = ("model", "request_id", "tenant", "priority", "adapter")
 _SAMPLING = (
     "temperature",
@@ -84,20 +85,7 @@ _OUTPUT = (
 )
 _CACHE = ("salt", "read_cache")
 _CHAT = ("tools", "template_arguments", "continue_last_message")
-_KNOWN = frozenset(
-    (
-        "prompt",
-        "messages",
-        "embeddings",
-        *_PLAIN,
-        *_SAMPLING,
-        *_BEAM,
-        *_STOPPING,
-        *_OUTPUT,
-        *_CACHE,
-        *_CHAT,
-    )
-)
+_KNOWN = frozenset((*_PROMPT, *_PLAIN, *_SAMPLING, *_BEAM, *_STOPPING, *_OUTPUT, *_CACHE, *_CHAT))
 
 _REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,

@@ -75,6 +75,7 @@ def test_an_argument_lands_in_the_field_of_its_name(name: str) -> None:
 
 def test_the_tables_above_know_every_argument() -> None:
     prompts = {"prompt", "messages", "tools", "template_arguments", "continue_last_message"}
+    prompts |= {"embeddings"}  # below
     values = set(VALUES) | set(BEAM_VALUES)
     assert set(GenerateArguments.__annotations__) == values | prompts
 
