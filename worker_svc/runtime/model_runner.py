@@ -8,7 +8,7 @@ import torch
 
 from worker_svc.errors import InvariantError
 from worker_svc.model.adapters import AdapterBank
-from worker_svc.model.llama import Llama
+from worker_svc.model.causal_model import CausalModel
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.embedded_spans import EmbeddedSpans
@@ -50,7 +50,7 @@ class ModelRunner:
 
     def __init__(
         self,
-        model: Llama,
+        model: CausalModel,
         kv_cache: KVCache,
         *,
         max_num_seqs: int,
@@ -58,17 +58,20 @@ class ModelRunner:
         adapters: AdapterBank | None = None,
     ) -> None:
         """Run rows with adapters of the bank that the model was loaded with, if it was."""
-        tables = BlockTables(
-            max_num_seqs,
-            blocks_for(max_model_len, kv_cache.block_size),
-            kv_cache.block_size,
-            last_block=kv_cache.num_blocks,
-            windowed=model.config.sliding_window is not None,
+        tables = tuple(
+            BlockTables(
+                max_num_seqs,
+                blocks_for(max_model_len, kv_cache.block_size),
+                kv_cache.block_size,
+                last_block=kv_cache.num_blocks,
+                windowed=group.window is not None,
+            )
+            for group in model.config.kv_groups
         )
         self.kv_cache = kv_cache
         embedded = EmbeddedSpans(model.config.hidden_size, model.dtype, model.device)
         vocab_size = model.config.vocab_size
-        self.rows = Rows(max_num_seqs, max_model_len, (tables,), vocab_size, embedded)
+        self.rows = Rows(max_num_seqs, max_model_len, tables, vocab_size, embedded)
         self._model = model
         self._adapters = adapters
         self._last_step_id = -1
@@ -127,8 +130,8 @@ class ModelRunner:
             inputs.token_ids,
             inputs.positions,
             self.kv_cache.layers,
-            inputs.slot_mappings[0],
-            inputs.block_tables[0],
+            inputs.slot_mappings,
+            inputs.block_tables,
             inputs.seq_lens,
             inputs.query_start_loc,
             inputs.embedded,
