@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill.v1 import worker_pb2
+from scheduler_svc.core.block_hash import ContentSpan
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.request import Sampling
 from scheduler_svc.core.step_plan import (
     AdmittedRow,
@@ -34,6 +36,12 @@ columns = st.lists(int32, max_size=20).map(lambda values: np.array(values, dtype
 samplings = st.builds(
     Sampling, temperature=float32, top_k=uint32, top_p=float32, min_p=float32, seed=uint64
 )
+# A test's vectors have 8 bytes.
+spans = st.builds(
+    lambda start, values: EmbeddedSpan(ContentSpan("", start, len(values) // 8), values, 2),
+    uint32,
+    st.integers(1, 3).flatmap(lambda count: st.binary(min_size=8 * count, max_size=8 * count)),
+)
 admitted_rows = st.builds(
     AdmittedRow,
     row=uint32,
@@ -47,6 +55,8 @@ admitted_rows = st.builds(
     sequence_index=uint32,
     num_samples=st.integers(1, 2**32 - 1),
     num_candidates=uint32,
+    adapter=uint32,
+    embeddings=st.lists(spans, max_size=2).map(tuple),
 )
 forked_rows = st.builds(
     ForkedRow,
@@ -84,7 +94,7 @@ def plain(value: object) -> object:
         return value.dtype.str, value.tolist()
     if isinstance(value, tuple):
         return tuple(plain(part) for part in value)
-    if isinstance(value, StepPlan | AdmittedRow | AppendedBlocks | ForkedRow):
+    if isinstance(value, StepPlan | AdmittedRow | AppendedBlocks | ForkedRow | EmbeddedSpan):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value
 
