@@ -64,6 +64,8 @@ class FakeAdapters:
     def read(self, path: str) -> LoadedAdapter:
         assert self.may_read.wait(DEADLINE_S)
         self.num_reads += 1
+        if path == "bug":
+            raise ZeroDivisionError("division by zero")
         if path not in self.generations:
             raise AdapterError(f"nothing is\nat {path}")
         return LoadedAdapter(self.generations[path], {}, 0)

@@ -2,7 +2,8 @@
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import Protocol
 
 from pagemill.v1 import worker_pb2
@@ -64,25 +65,27 @@ class AdapterLoading:
         if generation and self._host.generation(slot) == generation:
             answer(worker_pb2.AdapterAnswer(number=change.number, generation=generation))
             return
-        self._reader.submit(self._load, change, answer)
+        reading = self._reader.submit(self._host.read, change.path)
+        reading.add_done_callback(partial(self._end, change, answer))
 
     def close(self) -> None:
         """End the thread once it has read what it reads."""
         self._reader.shutdown(wait=False, cancel_futures=True)
 
-    def _load(self, change: worker_pb2.AdapterChange, answer: Answer) -> None:
-        try:
-            adapter = self._host.read(change.path)
-        except AdapterError as error:
-            reason = " ".join(str(error).split())
+    def _end(
+        self, change: worker_pb2.AdapterChange, answer: Answer, reading: "Future[LoadedAdapter]"
+    ) -> None:
+        """Publish what was read, and answer. Whatever went wrong, somebody waits for an answer."""
+        if reading.cancelled():
+            return
+        error = reading.exception()
+        if error is not None:
+            kind = "" if isinstance(error, AdapterError) else f"{type(error).__name__}: "
+            reason = kind + " ".join(str(error).split())
             self._log.warning("adapter not loaded", adapter=change.adapter, reason=reason)
             answer(worker_pb2.AdapterAnswer(number=change.number, error=reason))
             return
-        except Exception as error:  # noqa: BLE001 the outermost frame of the thread: nobody else answers
-            self._log.error("adapter not loaded", adapter=change.adapter, exc_info=error)
-            reason = f"{type(error).__name__}: {error}"
-            answer(worker_pb2.AdapterAnswer(number=change.number, error=reason))
-            return
+        adapter = reading.result()
         with self._lock:
             if self._latest.get(change.adapter) == change.number:
                 self._host.publish(change.adapter, adapter)

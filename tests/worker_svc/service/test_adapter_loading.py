@@ -89,3 +89,14 @@ def test_what_a_worker_has_already_is_not_read_again() -> None:
         connection.adapter(adapter=1, path="poet", generation=78, number=3)
         assert answer_of(connection) == (3, 77, "")
         assert host.adapters.num_reads == 2
+
+
+def test_a_bug_of_ours_is_answered_as_well() -> None:
+    host = FakeHost()
+    with ScriptedScheduler() as scheduler, running_worker(host, scheduler.address):
+        connection = scheduler.accept()
+        connection.take()
+        connection.adapter(adapter=2, path="bug", number=1)
+        number, generation, error = answer_of(connection)
+        assert (number, generation) == (1, 0)
+        assert error == "ZeroDivisionError: division by zero"
