@@ -1,7 +1,7 @@
 """Tensors to parameters: reads each once, checks it, fuses what belongs together, places it."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
@@ -12,6 +12,9 @@ from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Operations
 
 LayerT = TypeVar("LayerT")
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Is told how many tensors of how many have been read."""
 
 
 class TensorSource(Protocol):
@@ -41,9 +44,12 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device,
         operations: Operations,
+        progress: Progress | None = None,
     ) -> None:
         self._source = source
         self._left = set(source.names)
+        self._num_tensors = len(self._left)
+        self._progress = progress
         self.config = config
         self._dtype = dtype
         self._device = device
@@ -158,6 +164,8 @@ class Loader:
         tensor = self._source.read(name, dtype or self._dtype)
         if list(tensor.shape) != list(shape):
             raise ModelError(f"tensor {name} is {list(tensor.shape)}, must be {list(shape)}")
+        if self._progress is not None:
+            self._progress(self._num_tensors - len(self._left), self._num_tensors)
         return tensor
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
