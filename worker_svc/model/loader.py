@@ -2,18 +2,21 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.experts import Expert, Experts
-from worker_svc.model.gguf_weights import ROPE_DIVISORS
+from worker_svc.model.gguf_names import ROPE_DIVISORS
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Operations
 
 LayerT = TypeVar("LayerT")
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Is told how many tensors of how many have been read."""
 
 
 class TensorSource(Protocol):
@@ -24,8 +27,8 @@ class TensorSource(Protocol):
         """The tensors there are."""
         ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one of them."""
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return one of them, in `dtype` or, where that costs nothing, as it is."""
         ...
 
 
@@ -43,10 +46,13 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device,
         operations: Operations,
+        progress: Progress | None = None,
         adapters: AdapterBank | None = None,
     ) -> None:
         self._source = source
         self._left = set(source.names)
+        self._num_tensors = len(self._left)
+        self._progress = progress
         self.config = config
         self._dtype = dtype
         self._device = device
@@ -80,15 +86,13 @@ class Loader:
         """Return what a GGUF file says to divide the rotary frequencies by. [D / 2] fp32."""
         num_pairs = self.config.head_dim // 2
         if ROPE_DIVISORS in self._left:
-            return self._read(ROPE_DIVISORS, [num_pairs])
+            return self._read(ROPE_DIVISORS, [num_pairs], torch.float32)
         return torch.ones(num_pairs)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         """Return what a norm multiplies by."""
-        weight = self._read(f"{name}.weight", [size])
-        if self.config.norm_offset:
-            weight = weight.float() + self.config.norm_offset
-        return self._place([weight])
+        weight = self._read(f"{name}.weight", [size], torch.float32)
+        return self._place([weight.float() + self.config.norm_offset])
 
     def head_norms(self, name: str) -> torch.Tensor:
         """Return what the norms of queries and keys multiply by. Shape: [H + G, D]."""
@@ -166,13 +170,17 @@ class Loader:
         """Put tensors of one kind, each of the rows given, above one another."""
         return self._place([self._read(f"{name}.{kind}", (rows, *columns)) for name, rows in parts])
 
-    def _read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def _read(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         if name not in self._left:
             raise ModelError(f"tensor {name} is missing")
         self._left.remove(name)
-        tensor = self._source.read(name)
+        tensor = self._source.read(name, dtype or self._dtype)
         if list(tensor.shape) != list(shape):
             raise ModelError(f"tensor {name} is {list(tensor.shape)}, must be {list(shape)}")
+        if self._progress is not None:
+            self._progress(self._num_tensors - len(self._left), self._num_tensors)
         return tensor
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:

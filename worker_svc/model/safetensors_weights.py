@@ -56,8 +56,8 @@ class SafetensorsWeights:
         """The tensors there are, by their Hugging Face names."""
         return frozenset(self._files)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor, in the dtype of the file. It must be among `names`."""
+    def read(self, name: str, _dtype: torch.dtype) -> torch.Tensor:
+        """Return one tensor as it lies in the file, in its dtype. It must be among `names`."""
         return self._files[name].get_tensor(name)
 
 

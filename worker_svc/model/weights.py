@@ -10,7 +10,7 @@ from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.checkpoint import open_checkpoint
 from worker_svc.model.families import FAMILIES
-from worker_svc.model.loader import Loader
+from worker_svc.model.loader import Loader, Progress
 from worker_svc.model.operations import Operations
 from worker_svc.model.torch_operations import TorchOperations
 
@@ -29,6 +29,7 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     operations: Operations | None = None,
+    progress: Progress | None = None,
     adapters: AdapterBank | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
@@ -41,7 +42,7 @@ def load_model(
     operations = operations or TorchOperations()
     config, source = open_checkpoint(path)
     with source as tensors:
-        loader = Loader(tensors, config, dtype, device, operations, adapters)
+        loader = Loader(tensors, config, dtype, device, operations, progress, adapters)
         model = FAMILIES[config.family](loader)
         loader.finish()
     return LoadedModel(model, loader.weight_bytes, time.perf_counter() - started)

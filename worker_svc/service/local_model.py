@@ -1,6 +1,7 @@
 """The model of a path on a device of this machine, as the shell wants it."""
 
 import os
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
 from worker_svc.service.backends import choose_operations
 from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.load_progress import LoadProgress
 from worker_svc.service.local_adapters import AdapterSettings, LocalAdapters
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import CacheLimits
@@ -89,8 +91,10 @@ class LocalModel:
         if self._loaded is None:
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
+            progress = LoadProgress(sys.stderr, self._log)
+            adapters = self.adapters.bank
             self._loaded = load_model(
-                self._path, self._dtype, device, operations, self.adapters.bank
+                self._path, self._dtype, device, operations, progress, adapters
             )
 
     def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:

@@ -46,7 +46,7 @@ def places(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def new_runner(request: pytest.FixtureRequest, places: Path) -> Callable[[], ModelRunner]:
     operations: Operations = request.param()
     bank = AdapterBank(torch.float32, CPU)
-    loaded = load_model(places / "0", torch.float32, CPU, operations, bank)
+    loaded = load_model(places / "0", torch.float32, CPU, operations, adapters=bank)
     for slot in ADAPTERS:
         checkpoint = read_checkpoint(places / f"a{slot}", bank.targets, 64)
         bank.publish(slot, bank.prepare(*checkpoint))
