@@ -129,3 +129,17 @@ def test_a_step_without_adapters_multiplies_nothing_more(
     assert calls == []
     driver.generate(Sequence(PROMPT, adapter=1), 1)
     assert len(calls) == 2 * 4
+
+
+def test_many_tokens_at_once_are_as_many_few(
+    new_runner: Callable[[], ModelRunner], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outputs = []
+    for few in (0, 64):
+        monkeypatch.setattr("worker_svc.model.adapters._FEW_TOKENS", few)
+        driver = PlanDriver(new_runner())
+        sequences = [Sequence(PROMPT * 3, adapter=slot) for slot in (1, 0, 2, 3, 2)]
+        while left := [each for each in sequences if len(each.output) < 8]:
+            driver.step({s: s.num_tokens - s.num_computed_tokens for s in left})
+        outputs.append([each.output for each in sequences])
+    assert outputs[0] == outputs[1]
