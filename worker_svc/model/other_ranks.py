@@ -90,6 +90,8 @@ class GatheredHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return logits. Shapes: hidden [S, E], returns [S, V]; elsewhere this rank's part."""
+        if not len(hidden):
+            return hidden.new_empty(0, self._vocab_size)
         parts = self._ranks.gather(self._part(hidden))
         if len(parts) == 1:
             return parts[0]

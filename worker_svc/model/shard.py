@@ -19,6 +19,28 @@ _VOCAB_UNIT: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
+class Extent:
+    """One dimension of a tensor: how long it is in the file, and what of it a rank takes."""
+
+    whole: int
+    mine: range
+
+    @classmethod
+    def full(cls, count: int) -> "Extent":
+        """Return all of a dimension."""
+        return cls(count, range(count))
+
+    def times(self, size: int) -> "Extent":
+        """Return the dimension in elements, where it was counted in parts of so many."""
+        return Extent(self.whole * size, range(self.mine.start * size, self.mine.stop * size))
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the rank takes all of it."""
+        return len(self.mine) == self.whole
+
+
+@dataclass(frozen=True, slots=True)
 class HeadRange:
     """The heads of one rank."""
 
@@ -106,16 +128,15 @@ class Shard:
         """Return this rank's heads of the whole model. Raises: ConfigError as `split_heads`."""
         return split_heads(config.num_heads, config.num_kv_heads, self.world_size)[self.rank]
 
-    def columns(self, width: int) -> range:
+    def columns(self, width: int) -> Extent:
         """Return this rank's columns of an MLP. Raises: ConfigError as `split_columns`."""
-        return split_columns(width, self.world_size)[self.rank]
+        return Extent(width, split_columns(width, self.world_size)[self.rank])
 
-    def vocab(self, vocab_size: int) -> range:
+    def vocab(self, vocab_size: int) -> Extent:
         """Return this rank's tokens. The last ranks may have fewer than `vocab_width`, or none."""
         width = self.vocab_width(vocab_size)
-        return range(
-            min(self.rank * width, vocab_size), min((self.rank + 1) * width, vocab_size)
-        )
+        first, last = (min(rank * width, vocab_size) for rank in (self.rank, self.rank + 1))
+        return Extent(vocab_size, range(first, last))
 
     def vocab_width(self, vocab_size: int) -> int:
         """Return the rows of every rank's head; what gathers logits wants them equal."""
@@ -133,7 +154,7 @@ class Shard:
             config,
             num_heads=len(heads.queries),
             num_kv_heads=len(heads.keys),
-            intermediate_size=len(self.columns(config.intermediate_size)),
+            intermediate_size=len(self.columns(config.intermediate_size).mine),
         )
 
 

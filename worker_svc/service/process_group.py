@@ -10,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import distributed
+from torch._C._distributed_c10d import Backend
 
 from worker_svc.errors import InvariantError, RanksLostError
 from worker_svc.model.shard import Shard
@@ -33,7 +34,7 @@ class ProcessGroup:
         self.shard = shard
         self._device = device
         self._gloo: distributed.ProcessGroupGloo | None = None
-        self._tensors: distributed.Backend | None = None
+        self._tensors: Backend | None = None
         """What exchanges the model's tensors: gloo, or NCCL on a GPU."""
         self._given_up = threading.Event()
 
@@ -63,7 +64,7 @@ class ProcessGroup:
 
     def disconnect(self) -> None:
         """Leave the others, who notice."""
-        if isinstance(self._tensors, distributed.ProcessGroup) and self._tensors is not self._gloo:
+        if self._tensors is not None and self._tensors is not self._gloo:
             self._tensors.abort()
         self._gloo = self._tensors = None
 
@@ -108,7 +109,7 @@ class ProcessGroup:
             raise InvariantError("ranks exchange something before they have met")
         return self._gloo
 
-    def _of_tensors(self) -> "distributed.Backend":
+    def _of_tensors(self) -> Backend:
         if self._tensors is None:
             raise InvariantError("ranks exchange something before they have met")
         return self._tensors
