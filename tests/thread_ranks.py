@@ -1,10 +1,10 @@
 """Ranks of a group as threads of a test, which meet at a store in memory."""
 
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-import torch
 from torch import distributed
 
 from worker_svc.model.shard import Shard
@@ -20,8 +20,8 @@ def on_all_ranks(world_size: int, run: Callable[[ProcessGroup], T]) -> list[T]:
     store = distributed.HashStore()
 
     def run_rank(rank: int) -> T:
-        group = ProcessGroup(Shard(rank, world_size), torch.device("cpu"))
-        group.connect(store, "127.0.0.1")
+        group = ProcessGroup(Shard(rank, world_size), "cpu")
+        group.connect(store, "127.0.0.1", threading.Event())
         try:
             return run(group)
         finally:

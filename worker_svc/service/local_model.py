@@ -10,6 +10,7 @@ from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError
 from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.fingerprint import model_fingerprint
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.model_runner import ModelRunner
@@ -58,6 +59,7 @@ class LocalModel:
         self._head_dim = config.head_dim
         self._log = log
         self._loaded: LoadedModel | None = None
+        self._ranks: OtherRanks | None = None
         self.device = describe_device(self._torch_device)
         self.model = worker_pb2.ModelFacts(
             fingerprint=model_fingerprint(self._path),
@@ -77,16 +79,18 @@ class LocalModel:
             ],
         )
 
-    def load(self) -> None:
+    def load(self, ranks: OtherRanks | None = None) -> None:
         """Choose an attention backend and read the weights, unless they are in memory.
 
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
         """
-        if self._loaded is None:
+        if self._loaded is None or self._ranks is not ranks:
+            # Another part than before: what is there makes room first.
+            self._loaded, self._ranks = None, ranks
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
-            self._loaded = load_model(self._path, self._dtype, device, operations)
+            self._loaded = load_model(self._path, self._dtype, device, operations, ranks)
 
     def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:
         """Measure memory and make an empty cache.

@@ -30,20 +30,23 @@ class ProcessGroup:
     the streams, and the ranks of a test are threads.
     """
 
-    def __init__(self, shard: Shard, device: torch.device) -> None:
+    def __init__(self, shard: Shard, device_kind: str) -> None:
+        """Exchange tensors of a device of this kind, cpu or cuda."""
         self.shard = shard
-        self._device = device
+        self._device_kind = device_kind
         self._gloo: distributed.ProcessGroupGloo | None = None
         self._tensors: Backend | None = None
         """What exchanges the model's tensors: gloo, or NCCL on a GPU."""
         self._given_up = threading.Event()
 
-    def connect(self, store: distributed.Store, host: str) -> None:
+    def connect(self, store: distributed.Store, host: str, given_up: threading.Event) -> None:
         """Meet the others, who give the same store, each with the address they reach it at.
+
+        Once `given_up` is set, whoever waits for another rank ends within a second.
 
         Raises: RanksLostError if they do not come.
         """
-        self._given_up.clear()
+        self._given_up = given_up
         options = distributed.ProcessGroupGloo._Options()
         options._timeout = COLLECTIVE_LIMIT
         options._threads = 1
@@ -54,7 +57,7 @@ class ProcessGroup:
                 distributed.PrefixStore("gloo", store), rank, size, options
             )
             self._gloo = self._tensors = gloo
-            if self._device.type == "cuda":
+            if self._device_kind == "cuda":
                 self._tensors = distributed.ProcessGroupNCCL(
                     distributed.PrefixStore("nccl", store), rank, size, COLLECTIVE_LIMIT
                 )
@@ -67,10 +70,6 @@ class ProcessGroup:
         if self._tensors is not None and self._tensors is not self._gloo:
             self._tensors.abort()
         self._gloo = self._tensors = None
-
-    def give_up(self) -> None:
-        """Have whoever waits for another rank end within a second. From any thread."""
-        self._given_up.set()
 
     def all_reduce(self, part: torch.Tensor) -> None:
         """As `OtherRanks.all_reduce`."""

@@ -1,4 +1,4 @@
-"""A group of several ranks: how it forms, and how it falls apart and forms again, over real gRPC."""
+"""A group of several ranks: how it forms, falls apart and forms again, over real gRPC."""
 
 import asyncio
 
@@ -57,19 +57,19 @@ async def test_the_group_has_as_many_blocks_as_the_smallest_rank_and_only_rank_0
 
 
 async def test_the_group_is_not_ready_before_its_last_rank() -> None:
-    async with listening(tensor_parallel_size=2) as listener:
-        async with (
-            dialled(listener.address, hello(boot_id=1)) as first,
-            dialled(listener.address, hello(boot_id=2)) as second,
-        ):
-            assert await meet((first, second)) == {f"127.0.0.1:{PORT}"}
-            await first.ready(NUM_BLOCKS)
-            async with alive(first), alive(second):
-                # The heartbeat behind it has arrived, so the message in front of it has.
-                await until(lambda: listener.group.state().workers[0].phase == "idle")
-                assert not listener.ready()
-                await second.ready(NUM_BLOCKS)
-                await until(listener.ready)
+    async with (
+        listening(tensor_parallel_size=2) as listener,
+        dialled(listener.address, hello(boot_id=1)) as first,
+        dialled(listener.address, hello(boot_id=2)) as second,
+    ):
+        assert await meet((first, second)) == {f"127.0.0.1:{PORT}"}
+        await first.ready(NUM_BLOCKS)
+        async with alive(first), alive(second):
+            # The heartbeat behind it has arrived, so the message in front of it has.
+            await until(lambda: listener.group.state().workers[0].phase == "idle")
+            assert not listener.ready()
+            await second.ready(NUM_BLOCKS)
+            await until(listener.ready)
 
 
 async def lose_a_rank(listener: WorkerListener, lost: int) -> "asyncio.Task[list[int]]":
@@ -155,14 +155,16 @@ async def test_a_stand_by_waits_outside_and_takes_the_lost_ones_place() -> None:
 
 
 async def test_a_rank_lost_while_others_load_costs_only_its_place() -> None:
-    async with listening(tensor_parallel_size=2) as listener:
-        async with dialled(listener.address, hello(boot_id=1)) as first:
-            async with dialled(listener.address, hello(boot_id=2)):
-                pass
-            await until(lambda: len(listener.group.state().workers) == 1)
-            async with dialled(listener.address, hello(boot_id=3)) as second:
-                assert second.ack.rank == 1
-                await meet((first, second))
+    async with (
+        listening(tensor_parallel_size=2) as listener,
+        dialled(listener.address, hello(boot_id=1)) as first,
+    ):
+        async with dialled(listener.address, hello(boot_id=2)):
+            pass
+        await until(lambda: len(listener.group.state().workers) == 1)
+        async with dialled(listener.address, hello(boot_id=3)) as second:
+            assert second.ack.rank == 1
+            await meet((first, second))
 
 
 async def test_ranks_of_a_group_must_load_the_same_model() -> None:

@@ -1,5 +1,7 @@
 """Every head, column and token has its rank, and ranks have as much as whole KV groups allow."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,7 +83,7 @@ def test_every_token_has_one_rank_and_no_rank_more_rows_than_any(vocab: int, ran
     shards = [Shard(rank, ranks) for rank in range(ranks)]
     parts = [shard.vocab(vocab).mine for shard in shards]
     assert sum(len(part) for part in parts) == vocab
-    assert all(a.stop == b.start for a, b in zip(parts, parts[1:], strict=False))
+    assert all(a.stop == b.start for a, b in pairwise(parts))
     assert parts[0].start == 0
     width = shards[0].vocab_width(vocab)
     assert all(len(part) == width or part.stop == vocab for part in parts)
