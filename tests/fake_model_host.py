@@ -15,7 +15,7 @@ from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.step_plan import StepPlan, StepResult, StepTiming
 from worker_svc.service.exit_status import ExitStatus
 from worker_svc.service.logs import make_logger
-from worker_svc.service.model_host import CacheLimits, StepRunner
+from worker_svc.service.model_host import CacheLimits, Runner
 from worker_svc.service.shutdown import Shutdown
 from worker_svc.service.worker import JoinSettings, Worker
 
@@ -48,11 +48,32 @@ class FakeRunner:
         )
 
 
-class FakeHost:
-    """Counts what is asked of it."""
+class FakeLaunchRunner:
+    """Takes plans at once; the steps of a FakeRunner run when they are collected."""
 
-    def __init__(self, step: Step = at_once, load: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, step: Step, launched: Step) -> None:
+        self._runner = FakeRunner(step)
+        self._launched = launched
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        self._launched(plan)
+        return plan
+
+    def collect(self, launched: StepPlan) -> StepResult:
+        return self._runner.run(launched)
+
+
+class FakeHost:
+    """Counts what is asked of it. With `launched`, steps run beside the thread that takes plans."""
+
+    def __init__(
+        self,
+        step: Step = at_once,
+        load: Callable[[], None] = lambda: None,
+        launched: Step | None = None,
+    ) -> None:
         self._step = step
+        self._launched = launched
         self._load = load
         self.num_loads = 0
         self.limits: list[CacheLimits] = []
@@ -73,9 +94,8 @@ class FakeHost:
             self._load()
         self.num_loads += 1
 
-    def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
+    def make_runner(self, limits: CacheLimits) -> tuple[Runner, MemoryReport]:
         self.limits.append(limits)
-        self.runners.append(FakeRunner(self._step))
         report = MemoryReport(
             weight_bytes=1 << 20,
             load_seconds=0.5,
@@ -84,6 +104,9 @@ class FakeHost:
             block_bytes=4096,
             max_model_len=limits.max_model_len,
         )
+        if self._launched is not None:
+            return FakeLaunchRunner(self._step, self._launched), report
+        self.runners.append(FakeRunner(self._step))
         return self.runners[-1], report
 
 

@@ -35,12 +35,6 @@ class StepColumns:
     window: int | None = None
     """Tokens a token sees, itself included. None: all before it."""
 
-    max_query_len: int = 0
-    """The most new tokens of a request, or more. 0: as many as T."""
-
-    max_seq_len: int = 0
-    """The longest of seq_lens, or more. 0: as many as the block tables have room for."""
-
 
 class StepAttention(Protocol):
     """Attention of one step's tokens."""

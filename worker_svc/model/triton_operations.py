@@ -58,7 +58,8 @@ class _TritonAttention:
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:]
         k, v = kv[:, :num_kv_heads], kv[:, num_kv_heads:]
         rotary(q, k, self.cos, self.sin, Store(v, k_cache, v_cache, columns.slot_mapping))
-        if columns.max_query_len == 1:
+        num_tokens, num_requests = len(qkv), len(columns.seq_lens)
+        if num_tokens == num_requests:
             return paged_decode(
                 q,
                 k_cache,
@@ -66,7 +67,7 @@ class _TritonAttention:
                 columns.block_tables,
                 columns.seq_lens,
                 scale,
-                columns.max_seq_len,
+                columns.block_tables.shape[1] * k_cache.shape[1],
                 window=columns.window,
             )
         return paged_prefill(
@@ -77,6 +78,7 @@ class _TritonAttention:
             columns.seq_lens,
             columns.query_start_loc,
             scale,
-            columns.max_query_len,
+            # Bounds, from shapes alone: lengths are on the device, and nobody waits for them.
+            num_tokens - num_requests + 1,
             window=columns.window,
         )

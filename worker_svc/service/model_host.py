@@ -1,7 +1,7 @@
 """What the shell needs of a model: its facts before it is loaded, and something to run steps on."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 from pagemill.v1 import worker_pb2
 from worker_svc.runtime.memory_budget import MemoryReport
@@ -29,11 +29,31 @@ class CacheLimits:
 
 
 class StepRunner(Protocol):
-    """A loaded model with rows and a KV cache."""
+    """A loaded model with rows and a KV cache, in one thread with its processor."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Apply the plan to the rows, and run them."""
         ...
+
+
+@runtime_checkable
+class LaunchRunner(Protocol):
+    """A loaded model with rows and a KV cache, on a device that computes beside this thread.
+
+    One thread launches. Another may collect, each step once, oldest first.
+    """
+
+    def launch(self, plan: StepPlan) -> Any:  # noqa: ANN401 what it is, only `collect` knows
+        """Apply the plan to the rows, and have the device run them behind what it runs."""
+        ...
+
+    def collect(self, launched: Any) -> StepResult:  # noqa: ANN401
+        """Wait for a launched step."""
+        ...
+
+
+Runner: TypeAlias = StepRunner | LaunchRunner
+"""What runs steps: in the thread that asks, or beside it."""
 
 
 class ModelHost(Protocol):
@@ -56,7 +76,7 @@ class ModelHost(Protocol):
         """
         ...
 
-    def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
+    def make_runner(self, limits: CacheLimits) -> tuple[Runner, MemoryReport]:
         """Measure memory and make an empty cache. The caller has dropped an earlier runner.
 
         Raises: ConfigError if the device has no room for one row of the greatest length.

@@ -14,8 +14,9 @@ from worker_svc.service.backoff import LONGEST_DELAY_S, Backoff
 from worker_svc.service.exit_status import ExitStatus
 from worker_svc.service.heartbeat import HeartbeatThread
 from worker_svc.service.joining import Assignment, make_hello, read_assignment
+from worker_svc.service.launch_loop import LaunchLoop
 from worker_svc.service.logs import Logger
-from worker_svc.service.model_host import CacheLimits, ModelHost, StepRunner
+from worker_svc.service.model_host import CacheLimits, LaunchRunner, ModelHost, Runner
 from worker_svc.service.shutdown import Shutdown
 from worker_svc.service.step_loop import StepLoop
 from worker_svc.service.step_stream import RefusedError, StepStream, StreamLostError
@@ -44,7 +45,7 @@ class _Cache:
     """A runner with its cache, and what it was made for."""
 
     limits: CacheLimits
-    runner: StepRunner
+    runner: Runner
     report: MemoryReport
 
 
@@ -146,13 +147,18 @@ class Worker:
             self._log.info("joined", group=assignment.group, boot_id=f"{self._boot_id:016x}")
             joined_s = time.monotonic()
             try:
-                StepLoop(cache.runner, self._status, self._shutdown, self._log).run(stream)
+                self._loop(cache.runner).run(stream)
             finally:
                 self._last_joined_s = time.monotonic()
                 # A scheduler that takes us and drops us at once must not be dialled in a loop.
                 if self._last_joined_s - joined_s > LONGEST_DELAY_S:
                     self._backoff.reset()
         return ExitStatus.STOPPED
+
+    def _loop(self, runner: Runner) -> StepLoop | LaunchLoop:
+        if isinstance(runner, LaunchRunner):
+            return LaunchLoop(runner, self._status, self._shutdown, self._log)
+        return StepLoop(runner, self._status, self._shutdown, self._log)
 
     def _prepare(self, assignment: Assignment) -> _Cache:
         """Return the runner, made now if there is none."""
