@@ -14,7 +14,7 @@ from worker_svc.runtime.decode_batches import DecodeBatches
 from worker_svc.runtime.device_rows import DeviceRows, to_device
 from worker_svc.runtime.device_sampling import draw
 from worker_svc.runtime.kv_cache import KVCache
-from worker_svc.runtime.launched_step import Launched, Sampled, TokensUnderWay
+from worker_svc.runtime.launched_step import Launched, Sampled, TokensUnderWay, UnderWay
 from worker_svc.runtime.rows import Rows
 from worker_svc.runtime.step_plan import (
     Int64Array,
@@ -97,27 +97,24 @@ class DeviceRunner:
             running = self.rows.running()
             row_errors = self.rows.failed()
             prepared_ns = perf_counter_ns()
-            sampled = self._launch_rows(running) if len(running) else _nothing(self._device)
-            self._expect_tokens(sampled.rows)
-            return Launched(
-                step_id=plan.step_id,
-                sampled=sampled,
-                generations=self._generations[sampled.rows],
-                row_errors=row_errors,
-                tokens=TokensUnderWay(sampled.tokens),
-                started_ns=started_ns,
-                prepared_ns=prepared_ns,
-                launched_ns=perf_counter_ns(),
-            )
+            under_way = None
+            if len(running):
+                sampled = self._launch_rows(running)
+                self._expect_tokens(sampled.rows)
+                tokens = TokensUnderWay(sampled.tokens)
+                under_way = UnderWay(sampled, tokens, self._generations[sampled.rows])
+            return Launched(plan.step_id, under_way, row_errors, started_ns, prepared_ns)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
         """Wait until a step has ended, and return what it brought. Call it once, in order."""
-        tokens = launched.tokens.wait()
+        if launched.under_way is None:
+            return _idle(launched)
+        sampled = launched.under_way.sampled
+        tokens = launched.under_way.tokens.wait()
         computed_ns = perf_counter_ns()
-        sampled = launched.sampled
         firsts = np.cumsum(sampled.counts) - sampled.counts
-        reasons = self._settle(sampled.rows, tokens[firsts] < 0, launched.generations)
+        reasons = self._settle(sampled.rows, tokens[firsts] < 0, launched.under_way.generations)
         kept = np.array([reason is None for reason in reasons], dtype=np.bool_)
         rows, counts = sampled.rows[kept], sampled.counts[kept]
         candidates = None
@@ -265,6 +262,13 @@ class DeviceRunner:
         return to_device(column, self._device)
 
 
-def _nothing(device: torch.device) -> Sampled:
-    none = np.empty(0, dtype=np.int64)
-    return Sampled(none, none, none, torch.empty(0, dtype=torch.int32, device=device))
+def _idle(launched: Launched) -> StepResult:
+    """Return the result of a step without rows."""
+    prepare_ns = launched.prepared_ns - launched.started_ns
+    return StepResult(
+        step_id=launched.step_id,
+        rows=no_int32(),
+        tokens=no_int32(),
+        timing=StepTiming(prepare_ns=prepare_ns, forward_ns=0, sample_ns=0, total_ns=prepare_ns),
+        row_errors=launched.row_errors,
+    )

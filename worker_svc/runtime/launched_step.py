@@ -51,21 +51,26 @@ class TokensUnderWay:
         return tokens
 
 
+class UnderWay(NamedTuple):
+    """What the device was handed."""
+
+    sampled: Sampled
+    tokens: TokensUnderWay
+    generations: Int64Array
+    """[S] Which of the requests that a row has had in its time it was when the step began."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Launched:
     """A step under way."""
 
     step_id: int
-    sampled: Sampled
-    generations: Int64Array
-    """[S] Which of the requests that a row has had it was, when the step began."""
+    under_way: UnderWay | None
+    """None: no row ran."""
 
     row_errors: tuple[tuple[int, str], ...]
     """Rows that were to run and had failed before."""
 
-    tokens: TokensUnderWay
     started_ns: int
     prepared_ns: int
-    """Its changes were on their way to the device."""
-
-    launched_ns: int
+    """When its changes were on their way to the device."""

@@ -43,11 +43,11 @@ class LaunchRunner(Protocol):
     One thread launches. Another may collect, each step once, oldest first.
     """
 
-    def launch(self, plan: StepPlan) -> Any:  # noqa: ANN401 what it is, only `collect` knows
+    def launch(self, plan: StepPlan) -> Any:
         """Apply the plan to the rows, and have the device run them behind what it runs."""
         ...
 
-    def collect(self, launched: Any) -> StepResult:  # noqa: ANN401
+    def collect(self, launched: Any) -> StepResult:
         """Wait for a launched step."""
         ...
 
