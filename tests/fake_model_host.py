@@ -15,7 +15,7 @@ from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.step_plan import StepPlan, StepResult, StepTiming
 from worker_svc.service.exit_status import ExitStatus
 from worker_svc.service.logs import make_logger
-from worker_svc.service.model_host import CacheLimits, Runner
+from worker_svc.service.model_host import CacheLimits, StepRunner
 from worker_svc.service.shutdown import Shutdown
 from worker_svc.service.worker import JoinSettings, Worker
 
@@ -59,6 +59,9 @@ class FakeLaunchRunner:
         self._launched(plan)
         return plan
 
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.collect(self.launch(plan))
+
     def collect(self, launched: StepPlan) -> StepResult:
         return self._runner.run(launched)
 
@@ -94,7 +97,7 @@ class FakeHost:
             self._load()
         self.num_loads += 1
 
-    def make_runner(self, limits: CacheLimits) -> tuple[Runner, MemoryReport]:
+    def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         self.limits.append(limits)
         report = MemoryReport(
             weight_bytes=1 << 20,

@@ -55,6 +55,12 @@ class CausalModel(ABC):
         """Where the weights are."""
         return self._embedding.device
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether `forward` and `logits` can be recorded as a graph. See `Operations`."""
+        # How many tokens an expert gets depends on the tokens.
+        return self._operations.can_be_recorded and self.config.experts is None
+
     @abstractmethod
     def forward(
         self,

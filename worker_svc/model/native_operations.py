@@ -15,6 +15,8 @@ from worker_svc.model.torch_operations import gelu_and_mul, norm_heads
 class NativeOperations:
     """See `Operations`."""
 
+    can_be_recorded = False
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Lay the weight out for the processor's products, in a copy."""
         return PackedLinear(weight, bias)

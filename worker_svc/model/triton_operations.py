@@ -10,11 +10,13 @@ from kernels.rms_norm import rms_norm
 from kernels.rotary import Store, rotary
 from kernels.silu_and_mul import silu_and_mul
 from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
-from worker_svc.model.torch_operations import TorchLinear
+from worker_svc.model.torch_operations import TorchLinear, gelu_and_mul, norm_heads
 
 
 class TritonOperations:
     """See `Operations`. Products are cuBLAS's (or rocBLAS's), through torch."""
+
+    can_be_recorded = True
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Keep the weight as it is."""
@@ -33,6 +35,14 @@ class TritonOperations:
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """As `Operations.silu_and_mul`."""
         return silu_and_mul(gate_up)
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """As `Operations.gelu_and_mul`."""
+        return gelu_and_mul(gate_up)
+
+    def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """As `Operations.norm_heads`."""
+        norm_heads(qkv, weight, eps)
 
     def begin(
         self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
@@ -54,7 +64,8 @@ class _TritonAttention:
         """As `StepAttention.attend`."""
         k_cache, v_cache = cache
         num_kv_heads, head_dim = k_cache.shape[2:]
-        columns, scale = self.columns, head_dim**-0.5
+        columns = self.columns
+        scale = columns.scale or head_dim**-0.5
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:]
         k, v = kv[:, :num_kv_heads], kv[:, num_kv_heads:]
         rotary(q, k, self.cos, self.sin, Store(v, k_cache, v_cache, columns.slot_mapping))

@@ -10,7 +10,7 @@ from worker_svc.runtime.device_rows import to_device
 from worker_svc.runtime.step_plan import Int64Array
 
 DecodeStep: TypeAlias = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""Runs one token of each row: rows and places [R] int64, a place of -1 for padding, to [R] int32."""
+"""Runs one token of each row. Shapes: rows, places [R] int64, a place of -1 for padding; to [R]."""
 
 # Runs of a step before it is recorded: libraries set themselves up in the first ones, which must
 # not end up in the graph.
@@ -45,12 +45,12 @@ class DecodeBatches:
 
         The largest comes first, so that the others find their memory in its pool.
         """
-        pool: tuple[int, int] | None = None
+        pool = torch.cuda.graph_pool_handle()
         for size in reversed(self._sizes):
             self._columns[0].fill_(self._padding)
             self._columns[1].fill_(-1)
             rows, places = self._columns[0, :size], self._columns[1, :size]
-            stream = torch.cuda.Stream()
+            stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
             stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UPS):
@@ -59,7 +59,6 @@ class DecodeBatches:
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool):
                 self._outputs[size] = self._step(rows, places)
-            pool = pool or graph.pool()
             self._graphs[size] = graph
 
     def run(self, rows: Int64Array, places: Int64Array) -> torch.Tensor:
@@ -91,6 +90,6 @@ def batch_sizes(most: int) -> tuple[int, ...]:
     sizes = [size for size in (1, 2, 4, 8) if size < most]
     octave = 8
     while octave < most:
-        sizes += [size for size in range(octave * 5 // 4, octave * 2 + 1, octave // 4)]
+        sizes += range(octave * 5 // 4, octave * 2 + 1, octave // 4)
         octave *= 2
     return (*(size for size in sizes if size < most), most)

@@ -8,13 +8,14 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.errors import InvariantError
-from worker_svc.model.llama import Llama
+from worker_svc.model.causal_model import CausalModel
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.decode_batches import DecodeBatches
 from worker_svc.runtime.device_rows import DeviceRows, to_device
 from worker_svc.runtime.device_sampling import draw
 from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.launched_step import Launched, Sampled, TokensUnderWay, UnderWay
+from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.rows import Rows
 from worker_svc.runtime.step_plan import (
     Int64Array,
@@ -51,7 +52,7 @@ class DeviceRunner:
         "rows",
     )
 
-    def __init__(self, model: Llama, kv_cache: KVCache, rows: Rows) -> None:
+    def __init__(self, model: CausalModel, kv_cache: KVCache, rows: Rows) -> None:
         """Take empty rows. Graphs are recorded by `record_graphs`."""
         max_rows, self._max_model_len = rows.tokens.shape
         self.kv_cache = kv_cache
@@ -68,9 +69,19 @@ class DeviceRunner:
         self._last_step_id = -1
         self._lock = threading.Lock()
 
+    @classmethod
+    def beside(cls, model: CausalModel, runner: ModelRunner) -> "DeviceRunner":
+        """Return what runs a model beside the host, with the cache of a runner that has not run."""
+        made = cls(model, runner.kv_cache, runner.rows)
+        if model.device.type == "cuda":
+            made.record_graphs()
+        return made
+
+    @torch.inference_mode()
     def record_graphs(self) -> None:
-        """Record the decode step in every batch size. Needs a CUDA device."""
-        self._batches.record()
+        """Record the decode step in every batch size, if the model lets it. Needs a CUDA device."""
+        if self._model.can_be_recorded:
+            self._batches.record()
 
     def run(self, plan: StepPlan) -> StepResult:
         """Launch a step and wait for it."""
@@ -198,14 +209,17 @@ class DeviceRunner:
         real = places >= 0
         positions = places.clamp(min=0)
         tables = tuple(table[rows] for table in known.tables)
-        slots = tables[0].gather(1, (positions // block_size)[:, None])[:, 0].long()
-        slots = torch.where(real, slots * block_size + positions % block_size, -1)
+        column, offset = (positions // block_size)[:, None], positions % block_size
+        slots = tuple(
+            torch.where(real, table.gather(1, column)[:, 0].long() * block_size + offset, -1)
+            for table in tables
+        )
         hidden = self._model.forward(
             known.tokens[rows, positions].long(),
             positions,
             self.kv_cache.layers,
             slots,
-            tables[0],
+            tables,
             torch.where(real, positions + 1, 0).int(),
             torch.arange(len(rows) + 1, dtype=torch.int32, device=self._device),
         )
@@ -230,13 +244,13 @@ class DeviceRunner:
         shift = torch.repeat_interleave(placed[2], placed[1], output_size=num_tokens)
         positions = torch.arange(num_tokens, device=self._device) + shift
         width = -(-int((starts + counts).max()) // block_size)
-        slots = known.tables[0][row, positions // block_size].long()
+        column, offset = positions // block_size, positions % block_size
         hidden = self._model.forward(
             known.tokens[row, positions].long(),
             positions,
             self.kv_cache.layers,
-            slots * block_size + positions % block_size,
-            known.tables[0][placed[0], :width].contiguous(),
+            tuple(table[row, column].long() * block_size + offset for table in known.tables),
+            tuple(table[placed[0], :width].contiguous() for table in known.tables),
             placed[3].int(),
             self._place(np.concatenate(([0], ends)).astype(np.int32)),
         )

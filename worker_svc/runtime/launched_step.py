@@ -40,7 +40,7 @@ class TokensUnderWay:
         if tokens.device.type == "cuda":
             self._tokens = torch.empty(len(tokens), dtype=tokens.dtype, pin_memory=True)
             self._tokens.copy_(tokens, non_blocking=True)
-            self._event = torch.cuda.Event()
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._event.record()
 
     def wait(self) -> Int32Array:

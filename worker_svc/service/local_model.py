@@ -12,12 +12,11 @@ from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.fingerprint import model_fingerprint
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.memory_budget import MemoryReport
-from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
-from worker_svc.service.backends import choose_operations
+from worker_svc.service.backends import check_block_size, choose_operations
 from worker_svc.service.devices import choose_device, choose_dtype, describe_device
 from worker_svc.service.logs import Logger
-from worker_svc.service.model_host import CacheLimits
+from worker_svc.service.model_host import CacheLimits, StepRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,7 +87,7 @@ class LocalModel:
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
             self._loaded = load_model(self._path, self._dtype, device, operations)
 
-    def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:
+    def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.
 
         Raises: ConfigError if a limit does not fit the model or the memory; InvariantError
@@ -106,7 +105,14 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        return make_runner(self._loaded, runner_limits)
+        runner, report = make_runner(self._loaded, runner_limits)
+        if self._torch_device.type == "cpu":
+            return runner, report
+        check_block_size(limits.block_size)
+        # Triton takes a second to import, and a worker on a CPU has no use for it.
+        from worker_svc.runtime.device_runner import DeviceRunner  # noqa: PLC0415
+
+        return DeviceRunner.beside(self._loaded.model, runner), report
 
 
 def set_threads(num_threads: int | None) -> None:

@@ -1,7 +1,7 @@
 """What the shell needs of a model: its facts before it is loaded, and something to run steps on."""
 
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from pagemill.v1 import worker_pb2
 from worker_svc.runtime.memory_budget import MemoryReport
@@ -37,7 +37,7 @@ class StepRunner(Protocol):
 
 
 @runtime_checkable
-class LaunchRunner(Protocol):
+class LaunchRunner(StepRunner, Protocol):
     """A loaded model with rows and a KV cache, on a device that computes beside this thread.
 
     One thread launches. Another may collect, each step once, oldest first.
@@ -50,10 +50,6 @@ class LaunchRunner(Protocol):
     def collect(self, launched: Any) -> StepResult:
         """Wait for a launched step."""
         ...
-
-
-Runner: TypeAlias = StepRunner | LaunchRunner
-"""What runs steps: in the thread that asks, or beside it."""
 
 
 class ModelHost(Protocol):
@@ -76,7 +72,7 @@ class ModelHost(Protocol):
         """
         ...
 
-    def make_runner(self, limits: CacheLimits) -> tuple[Runner, MemoryReport]:
+    def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache. The caller has dropped an earlier runner.
 
         Raises: ConfigError if the device has no room for one row of the greatest length.

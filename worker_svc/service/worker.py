@@ -16,7 +16,7 @@ from worker_svc.service.heartbeat import HeartbeatThread
 from worker_svc.service.joining import Assignment, make_hello, read_assignment
 from worker_svc.service.launch_loop import LaunchLoop
 from worker_svc.service.logs import Logger
-from worker_svc.service.model_host import CacheLimits, LaunchRunner, ModelHost, Runner
+from worker_svc.service.model_host import CacheLimits, LaunchRunner, ModelHost, StepRunner
 from worker_svc.service.shutdown import Shutdown
 from worker_svc.service.step_loop import StepLoop
 from worker_svc.service.step_stream import RefusedError, StepStream, StreamLostError
@@ -45,7 +45,7 @@ class _Cache:
     """A runner with its cache, and what it was made for."""
 
     limits: CacheLimits
-    runner: Runner
+    runner: StepRunner
     report: MemoryReport
 
 
@@ -155,7 +155,7 @@ class Worker:
                     self._backoff.reset()
         return ExitStatus.STOPPED
 
-    def _loop(self, runner: Runner) -> StepLoop | LaunchLoop:
+    def _loop(self, runner: StepRunner) -> StepLoop | LaunchLoop:
         if isinstance(runner, LaunchRunner):
             return LaunchLoop(runner, self._status, self._shutdown, self._log)
         return StepLoop(runner, self._status, self._shutdown, self._log)
