@@ -5,20 +5,23 @@ The tests of `ModelRunner`, of forks and of beams run on this one, too; here is 
 
 import random
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from launching import launching, reference_sampler
 from plan_driver import PlanDriver, Sequence, int32, make_plan
+from tiny_families import write_family
 from tiny_llama import VOCAB, write_tiny_llama
 from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.decode_batches import batch_sizes
 from worker_svc.runtime.device_runner import DeviceRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
-from worker_svc.runtime.step_plan import AdmittedRow, SamplingParams
+from worker_svc.runtime.step_plan import AdmittedRow, ForkedRow, SamplingParams
 
 BLOCK_SIZE = 4
 LIMITS = RunnerLimits(
@@ -86,8 +89,6 @@ def test_steps_launched_before_any_has_ended_bring_what_they_would_one_by_one(
 def test_a_fork_has_tokens_of_its_parent_that_the_host_does_not_know_yet(
     loaded: LoadedModel, runner: DeviceRunner
 ) -> None:
-    from worker_svc.runtime.step_plan import ForkedRow
-
     prompt = [5, 6, 7, 8]
     plans = [
         make_plan(0, admitted=[admission(0, prompt, SamplingParams())]),
@@ -143,6 +144,26 @@ def test_a_row_that_failed_is_not_run_again(runner: DeviceRunner) -> None:
     result = runner.run(make_plan(1))
     assert result.row_errors == ((0, f"a token id is not in 0 to {VOCAB - 1}"),)
     assert len(result.rows) == 0
+
+
+def test_layers_with_windows_read_blocks_of_their_own(tmp_path: Path) -> None:
+    write_family("gemma3", tmp_path)
+    loaded = load_model(tmp_path, torch.float32, torch.device("cpu"), TorchOperations())
+    limits = RunnerLimits(block_size=BLOCK_SIZE, max_num_seqs=4, num_gpu_blocks_override=99)
+    num_groups, prompt = len(loaded.model.config.kv_groups), [3 * i % 96 for i in range(13)]
+    tables = np.random.default_rng(1).permutation(99)[: num_groups * 6].reshape(num_groups, 6) + 1
+    row = replace(
+        admission(2, prompt, SamplingParams()), block_tables=tuple(tables.astype(np.int32))
+    )
+    plans = [make_plan(0, admitted=[row], exceptions=[(2, 0, 5)])]
+    plans += [make_plan(1, exceptions=[(2, 5, 8)]), *(make_plan(step) for step in range(2, 10))]
+    waiting, beside = (make_runner(loaded, limits)[0] for _ in range(2))
+    with reference_sampler():
+        runner = launching(loaded, beside)
+        launched = [runner.launch(plan) for plan in plans]
+        found = [runner.collect(step).tokens.tolist() for step in launched]
+    assert num_groups > 1
+    assert found == [waiting.run(plan).tokens.tolist() for plan in plans]
 
 
 def test_padding_writes_nothing(runner: DeviceRunner) -> None:
