@@ -83,6 +83,10 @@ class DeviceRunner:
         if self._model.can_be_recorded:
             self._batches.record()
 
+    def replay(self, rows: Int64Array, places: Int64Array) -> torch.Tensor:
+        """Launch one decode step outside of any plan, to time it. As `DecodeBatches.run`."""
+        return self._batches.run(rows, places)
+
     def run(self, plan: StepPlan) -> StepResult:
         """Launch a step and wait for it."""
         return self.collect(self.launch(plan))
