@@ -11,6 +11,7 @@ import numpy as np
 
 from pagemill.v1 import worker_pb2
 from scripted_scheduler import DEADLINE_S
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.step_plan import StepPlan, StepResult, StepTiming
 from worker_svc.service.exit_status import ExitStatus
@@ -79,6 +80,7 @@ class FakeHost:
         self._launched = launched
         self._load = load
         self.num_loads = 0
+        self.ranks: OtherRanks | None = None
         self.limits: list[CacheLimits] = []
         self.runners: list[FakeRunner] = []
         self.model = worker_pb2.ModelFacts(
@@ -92,7 +94,8 @@ class FakeHost:
         )
         self.device = worker_pb2.Device(kind="cpu", memory_bytes=1 << 30, name="a test")
 
-    def load(self) -> None:
+    def load(self, ranks: OtherRanks | None = None) -> None:
+        self.ranks = ranks
         if self.num_loads == 0:
             self._load()
         self.num_loads += 1

@@ -60,32 +60,52 @@ class GgufWeights:
         """The tensors there are, by their Hugging Face names."""
         return frozenset(self._tensors)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor in fp32. It must be among `names`.
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of one tensor. It must be among `names`."""
+        return list(self._tensors[name].shape)
+
+    def read(self, name: str, *parts: range) -> torch.Tensor:
+        """Return one tensor, or a part of its first dimensions, in fp32.
+
+        It must be among `names`. Of matrices, rows that are not asked for are not read. Those of
+        queries and keys must be whole heads.
 
         Raises: ModelError if it is packed in a way the `gguf` package cannot unpack.
         """
         tensor = self._tensors[name]
-        weight = torch.from_numpy(self._unpack(tensor))
+        rows = parts[0] if parts else range(tensor.shape[0])
+        weight = torch.from_numpy(self._unpack(tensor, rows))
         # Llama's GGUF files hold the rotary pairs of Q and K side by side, (2i, 2i + 1);
         # the model wants them half a head apart, (i, i + D / 2).
         if ".attn_q." in tensor.name:
-            return self._halves_apart(name, weight, self._config.num_heads)
+            weight = self._halves_apart(name, weight, self._config.num_heads)
         if ".attn_k." in tensor.name:
-            return self._halves_apart(name, weight, self._config.num_kv_heads)
+            weight = self._halves_apart(name, weight, self._config.num_kv_heads)
+        if len(parts) > 1:
+            weight = weight[(slice(None), *(slice(part.start, part.stop) for part in parts[1:]))]
         return weight
 
     def _halves_apart(self, name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:
-        if len(weight) != (rows := heads * self._config.head_dim):
-            raise ModelError(f"tensor {name} is {list(weight.shape)}, must have {rows} rows")
-        return halves_apart(weight, heads)
+        head_dim, shape = self._config.head_dim, self.shape(name)
+        if shape[0] != (rows := heads * head_dim):
+            raise ModelError(f"tensor {name} is {shape}, must have {rows} rows")
+        return halves_apart(weight, len(weight) // head_dim)
 
-    def _unpack(self, tensor: GgufTensor) -> npt.NDArray[np.float32]:
-        packed = np.empty(
-            (*tensor.shape[:-1], tensor.num_bytes // prod(tensor.shape[:-1])), np.uint8
-        )
-        self._opened.seek(tensor.offset)
-        if self._opened.readinto(packed.data) != tensor.num_bytes:
+    def _unpack(self, tensor: GgufTensor, rows: range) -> npt.NDArray[np.float32]:
+        if len(tensor.shape) == 1:
+            return self._unpack_bytes(tensor, 0, (1, tensor.num_bytes))[0, rows.start : rows.stop]
+        row_bytes = tensor.num_bytes // tensor.shape[0]
+        inner = tensor.shape[1:-1]
+        packed_shape = (len(rows), *inner, row_bytes // prod(inner))
+        return self._unpack_bytes(tensor, rows.start * row_bytes, packed_shape)
+
+    def _unpack_bytes(
+        self, tensor: GgufTensor, start: int, shape: tuple[int, ...]
+    ) -> npt.NDArray[np.float32]:
+        """Unpack the bytes of some rows, from a place in the tensor on."""
+        packed = np.empty(shape, np.uint8)
+        self._opened.seek(tensor.offset + start)
+        if self._opened.readinto(packed.data) != packed.nbytes:
             raise ModelError(f"{tensor.name} is cut short")
         try:
             values: npt.NDArray[np.float32] = dequantize(packed, tensor.kind)
@@ -93,7 +113,7 @@ class GgufWeights:
             raise ModelError(
                 f"{tensor.name} is packed as {tensor.kind.name}, which is not known"
             ) from error
-        return values.reshape(tensor.shape)
+        return values.reshape(*shape[:-1], -1)
 
 
 def halves_apart(weight: torch.Tensor, heads: int) -> torch.Tensor:

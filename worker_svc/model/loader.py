@@ -1,15 +1,21 @@
 """Tensors to parameters: reads each once, checks it, fuses what belongs together, places it."""
 
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import Protocol, TypeAlias, TypeVar
 
 import torch
+from torch.nn import functional
 
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.experts import Expert, Experts
 from worker_svc.model.gguf_weights import ROPE_DIVISORS
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Operations
+from worker_svc.model.other_ranks import GatheredHead, NoOtherRanks, OtherRanks, SummedLinear
+from worker_svc.model.shard import Extent
+
+Size: TypeAlias = int | Extent
+"""Of a dimension: all of it, or a part."""
 
 LayerT = TypeVar("LayerT")
 
@@ -22,8 +28,12 @@ class TensorSource(Protocol):
         """The tensors there are."""
         ...
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one of them."""
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of one of them."""
+        ...
+
+    def read(self, name: str, *parts: range) -> torch.Tensor:
+        """Return one of them, or a part of its first dimensions."""
         ...
 
 
@@ -32,6 +42,10 @@ class Loader:
 
     The linear layers that all families name alike have a method each; what a family has of its
     own it takes by name. All of them raise ModelError if a tensor is missing or of another shape.
+
+    Where there are other ranks, those methods take this rank's part, and what they return
+    exchanges with the others where it must. `config` is the part's, as if it were a model; a
+    family need not know.
     """
 
     def __init__(
@@ -41,10 +55,21 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device,
         operations: Operations,
+        ranks: OtherRanks | None = None,
     ) -> None:
+        """Take the part of one of several ranks, if there are others.
+
+        Raises: ConfigError if there are more than can have a part.
+        """
         self._source = source
         self._left = set(source.names)
-        self.config = config
+        self._ranks = ranks or NoOtherRanks()
+        shard = self._shard = self._ranks.shard
+        heads = shard.heads(config)
+        self._queries = Extent(config.num_heads, heads.queries).times(config.head_dim)
+        self._keys = Extent(config.num_kv_heads, heads.keys).times(config.head_dim)
+        self._whole = config
+        self.config = shard.part_of(config)
         self._dtype = dtype
         self._device = device
         self.operations = operations
@@ -65,12 +90,20 @@ class Loader:
 
     def lm_head(self, embedding: torch.Tensor) -> Linear:
         """Return the head, which some models share with the embedding."""
-        config = self.config
+        config, shard = self.config, self._shard
+        mine = shard.vocab(config.vocab_size)
         if config.tie_word_embeddings:
             self._left.discard("lm_head.weight")
-            return self.operations.linear(embedding, None)
-        head = self.take("lm_head.weight", config.vocab_size, config.hidden_size)
-        return self.operations.linear(head, None)
+            weight = embedding[mine.mine.start : mine.mine.stop]
+        else:
+            weight = self.take("lm_head.weight", mine, config.hidden_size)
+        if shard.is_whole:
+            return self.operations.linear(weight, None)
+        # Logits are gathered in parts of one size.
+        missing = shard.vocab_width(config.vocab_size) - len(weight)
+        padded = functional.pad(weight, (0, 0, 0, missing))
+        head = self.operations.linear(padded, None)
+        return GatheredHead(head, self._ranks, config.vocab_size)
 
     def rope_divisors(self) -> torch.Tensor:
         """Return what a GGUF file says to divide the rotary frequencies by. [D / 2] fp32."""
@@ -95,27 +128,29 @@ class Loader:
 
     def qkv(self, name: str) -> Linear:
         """Return queries, keys and values of an attention as one linear layer."""
-        config = self.config
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = [(f"{name}.q_proj", queries), (f"{name}.k_proj", keys), (f"{name}.v_proj", keys)]
-        return self.linear(parts, config.hidden_size, has_bias=config.qkv_bias)
+        parts = [
+            (f"{name}.q_proj", self._queries),
+            (f"{name}.k_proj", self._keys),
+            (f"{name}.v_proj", self._keys),
+        ]
+        return self.linear(parts, self.config.hidden_size, has_bias=self.config.qkv_bias)
 
     def attention_output(self, name: str) -> Linear:
         """Return what brings attention back to hidden states."""
-        config = self.config
-        parts = [(f"{name}.o_proj", config.hidden_size)]
-        return self.linear(parts, config.num_heads * config.head_dim, has_bias=config.output_bias)
+        parts = [(f"{name}.o_proj", self.config.hidden_size)]
+        return self._summed(parts, self._queries, has_bias=self.config.output_bias)
 
     def gate_up(self, name: str) -> Linear:
         """Return gate and up projection of an MLP as one linear layer."""
-        config, inner = self.config, self.config.intermediate_size
+        config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
         return self.linear(parts, config.hidden_size, has_bias=config.mlp_bias)
 
     def down(self, name: str) -> Linear:
         """Return what brings an MLP back to hidden states."""
-        config, parts = self.config, [(f"{name}.down_proj", self.config.hidden_size)]
-        return self.linear(parts, config.intermediate_size, has_bias=config.mlp_bias)
+        inner = self._shard.columns(self._whole.intermediate_size)
+        parts = [(f"{name}.down_proj", self.config.hidden_size)]
+        return self._summed(parts, inner, has_bias=self.config.mlp_bias)
 
     def experts(self, name: str, gate: str, up: str, down: str) -> Experts:
         """Return a router and its experts, whose three projections have these names.
@@ -125,7 +160,7 @@ class Loader:
         config = self.config
         if config.experts is None:
             raise InvariantError(f"{config.architecture} has no experts")
-        hidden, inner = config.hidden_size, config.experts.intermediate_size
+        hidden, inner = config.hidden_size, self._shard.columns(config.experts.intermediate_size)
         router = self.linear([(f"{name}.gate", config.experts.num_experts)], hidden, has_bias=False)
         mlps = []
         for number in range(config.experts.num_experts):
@@ -134,31 +169,45 @@ class Loader:
             gate_up = self.linear(parts, hidden, has_bias=False)
             back = self.linear([(f"{expert}.{down}", hidden)], inner, has_bias=False)
             mlps.append(Expert(gate_up, back))
-        return Experts(router, mlps, config.experts, self.operations)
+        return Experts(router, mlps, config.experts, self.operations, self._ranks)
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
+    def linear(self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another."""
         weight = self._fuse(parts, "weight", [columns])
         return self.operations.linear(weight, self._fuse(parts, "bias") if has_bias else None)
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Return one tensor as it is, in our dtype on our device."""
+    def _summed(
+        self, parts: Sequence[tuple[str, Size]], columns: Extent, *, has_bias: bool
+    ) -> Linear:
+        """Make a linear layer each rank has some columns of. Rank 0 adds the bias, for all."""
+        if self._shard.is_whole:
+            return self.linear(parts, columns, has_bias=has_bias)
+        if has_bias and not self._shard.leads:
+            self._left -= {f"{name}.bias" for name, _ in parts}
+        part = self.linear(parts, columns, has_bias=has_bias and self._shard.leads)
+        return SummedLinear(part, self._ranks)
+
+    def take(self, name: str, *shape: Size) -> torch.Tensor:
+        """Return one tensor as it is, or this rank's part, in our dtype on our device."""
         return self._place([self._read(name, shape)])
 
     def _fuse(
-        self, parts: Sequence[tuple[str, int]], kind: str, columns: Sequence[int] = ()
+        self, parts: Sequence[tuple[str, Size]], kind: str, columns: Sequence[Size] = ()
     ) -> torch.Tensor:
         """Put tensors of one kind, each of the rows given, above one another."""
         return self._place([self._read(f"{name}.{kind}", (rows, *columns)) for name, rows in parts])
 
-    def _read(self, name: str, shape: Sequence[int]) -> torch.Tensor:
+    def _read(self, name: str, shape: Sequence[Size]) -> torch.Tensor:
         if name not in self._left:
             raise ModelError(f"tensor {name} is missing")
         self._left.remove(name)
-        tensor = self._source.read(name)
-        if list(tensor.shape) != list(shape):
-            raise ModelError(f"tensor {name} is {list(tensor.shape)}, must be {list(shape)}")
-        return tensor
+        extents = [Extent.full(size) if isinstance(size, int) else size for size in shape]
+        found, wanted = self._source.shape(name), [extent.whole for extent in extents]
+        if found != wanted:
+            raise ModelError(f"tensor {name} is {found}, must be {wanted}")
+        if all(extent.is_whole for extent in extents):
+            return self._source.read(name)
+        return self._source.read(name, *(extent.mine for extent in extents))
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Copy into memory of our own: what was read may be a view of a file."""

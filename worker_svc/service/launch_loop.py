@@ -69,8 +69,8 @@ class LaunchLoop:
                     case worker_pb2.StopWorker():
                         self._log.info("the scheduler stops this worker")
                         break
-                    case worker_pb2.JoinAck():
-                        raise InvariantError("a second acknowledgement came")
+                    case worker_pb2.JoinAck() | worker_pb2.Rendezvous() as message:
+                        raise InvariantError(f"a {type(message).__name__} came among plans")
                     case None:
                         answers.check()
         self._status.enter(Phase.STOPPING)

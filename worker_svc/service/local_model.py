@@ -10,6 +10,7 @@ from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError
 from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.fingerprint import model_fingerprint
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
@@ -57,6 +58,7 @@ class LocalModel:
         self._head_dim = config.head_dim
         self._log = log
         self._loaded: LoadedModel | None = None
+        self._ranks: OtherRanks | None = None
         self.device = describe_device(self._torch_device)
         self.model = worker_pb2.ModelFacts(
             fingerprint=model_fingerprint(self._path),
@@ -76,16 +78,18 @@ class LocalModel:
             ],
         )
 
-    def load(self) -> None:
+    def load(self, ranks: OtherRanks | None = None) -> None:
         """Choose an attention backend and read the weights, unless they are in memory.
 
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
         """
-        if self._loaded is None:
+        if self._loaded is None or self._ranks is not ranks:
+            # Another part than before: what is there makes room first.
+            self._loaded, self._ranks = None, ranks
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
-            self._loaded = load_model(self._path, self._dtype, device, operations)
+            self._loaded = load_model(self._path, self._dtype, device, operations, ranks)
 
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.
@@ -106,7 +110,8 @@ class LocalModel:
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
         runner, report = make_runner(self._loaded, runner_limits)
-        if self._torch_device.type == "cpu":
+        # Ranks tell each other what was sampled, for which they wait.
+        if self._torch_device.type == "cpu" or not self._loaded.ranks.shard.is_whole:
             return runner, report
         check_block_size(limits.block_size)
         # Triton takes a second to import, and a worker on a CPU has no use for it.

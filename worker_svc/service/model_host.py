@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from pagemill.v1 import worker_pb2
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.step_plan import StepPlan, StepResult
 
@@ -65,8 +66,8 @@ class ModelHost(Protocol):
         """Where it will run. A CPU's uuid is empty."""
         ...
 
-    def load(self) -> None:
-        """Read the weights, unless they are in memory.
+    def load(self, ranks: OtherRanks | None = None) -> None:
+        """Read the weights, unless they are in memory: a part, if others have the rest.
 
         Raises: ConfigError if the model cannot be loaded.
         """

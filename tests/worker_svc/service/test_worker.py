@@ -364,7 +364,7 @@ def test_a_row_that_asks_for_what_is_not_served_fails_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"world_size": 2}, "rank 0 of world_size 2 is assigned"),
+        ({"rank": 1}, "rank 1 is assigned, must be below world_size 1"),
         ({"block_size": 0}, "block_size is 0, must be at least 1"),
         ({"pipeline_depth": 0}, "pipeline_depth is 0, must be at least 1"),
         ({"heartbeat_s": 0.0}, "heartbeat_s is 0.0, must be above 0"),
