@@ -52,7 +52,11 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
-QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+QWEN_WINDOWS: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "max_window_layers": 1,
+}
 SEVEN_LAYERS = SHAPE | {"num_hidden_layers": 7}
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
@@ -97,7 +101,8 @@ def write_family(name: str, directory: Path, seed: int = 0) -> PreTrainedModel:
     Random initialisation leaves biases 0 and norms 1 (Gemma: 0); none of these would be missed.
     """
     torch.manual_seed(seed)
-    model = FAMILIES[name]().eval()
+    model = FAMILIES[name]()
+    model.eval()
     norms_begin_at = 0.0 if name == "gemma3" else 1.0
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1:

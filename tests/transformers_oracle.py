@@ -14,9 +14,9 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 import torch
 from transformers import (
     GenerationConfig,
+    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralForCausalLM,
     PreTrainedModel,
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
@@ -77,12 +77,11 @@ def logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def greedy(
-    model: LlamaForCausalLM | MistralForCausalLM, prompt: Sequence[int], count: int
-) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
     """Return the `count` most likely tokens behind a prompt, whatever ends a text."""
     prompts = torch.tensor([list(prompt)])
     settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
+    assert isinstance(model, GenerationMixin)
     model.generation_config.eos_token_id = None
     output = model.generate(prompts, settings, attention_mask=torch.ones_like(prompts))
     assert isinstance(output, torch.Tensor)

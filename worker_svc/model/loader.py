@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.experts import Expert, Experts
-from worker_svc.model.gguf_weights import ROPE_DIVISORS
+from worker_svc.model.gguf_names import ROPE_DIVISORS
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Operations
 from worker_svc.model.other_ranks import GatheredHead, NoOtherRanks, OtherRanks, SummedLinear
@@ -28,12 +28,17 @@ class TensorSource(Protocol):
         """The tensors there are."""
         ...
 
+<<<<<<< HEAD
     def shape(self, name: str) -> list[int]:
         """Return the shape of one of them."""
         ...
 
     def read(self, name: str, *parts: range) -> torch.Tensor:
         """Return one of them, or a part of its first dimensions."""
+=======
+    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        """Return one of them, in `dtype` or, where that costs nothing, as it is."""
+>>>>>>> s8-families
         ...
 
 
@@ -109,15 +114,13 @@ class Loader:
         """Return what a GGUF file says to divide the rotary frequencies by. [D / 2] fp32."""
         num_pairs = self.config.head_dim // 2
         if ROPE_DIVISORS in self._left:
-            return self._read(ROPE_DIVISORS, [num_pairs])
+            return self._read(ROPE_DIVISORS, [num_pairs], torch.float32)
         return torch.ones(num_pairs)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         """Return what a norm multiplies by."""
-        weight = self._read(f"{name}.weight", [size])
-        if self.config.norm_offset:
-            weight = weight.float() + self.config.norm_offset
-        return self._place([weight])
+        weight = self._read(f"{name}.weight", [size], torch.float32)
+        return self._place([weight.float() + self.config.norm_offset])
 
     def head_norms(self, name: str) -> torch.Tensor:
         """Return what the norms of queries and keys multiply by. Shape: [H + G, D]."""
@@ -197,6 +200,7 @@ class Loader:
         """Put tensors of one kind, each of the rows given, above one another."""
         return self._place([self._read(f"{name}.{kind}", (rows, *columns)) for name, rows in parts])
 
+<<<<<<< HEAD
     def _read(self, name: str, shape: Sequence[Size]) -> torch.Tensor:
         if name not in self._left:
             raise ModelError(f"tensor {name} is missing")
@@ -208,6 +212,18 @@ class Loader:
         if all(extent.is_whole for extent in extents):
             return self._source.read(name)
         return self._source.read(name, *(extent.mine for extent in extents))
+=======
+    def _read(
+        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        if name not in self._left:
+            raise ModelError(f"tensor {name} is missing")
+        self._left.remove(name)
+        tensor = self._source.read(name, dtype or self._dtype)
+        if list(tensor.shape) != list(shape):
+            raise ModelError(f"tensor {name} is {list(tensor.shape)}, must be {list(shape)}")
+        return tensor
+>>>>>>> s8-families
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Copy into memory of our own: what was read may be a view of a file."""

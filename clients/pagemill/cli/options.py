@@ -9,7 +9,7 @@ ModelName = Annotated[
     str,
     Argument(
         metavar="MODEL",
-        help="demo, a GGUF file, a Hugging Face directory, or a hub id ORG/NAME.",
+        help="demo, demo-gemma, a GGUF file, a Hugging Face directory, or a hub id ORG/NAME.",
     ),
 ]
 

@@ -37,7 +37,7 @@ def test_bfloat16_is_as_near_to_float32_as_transformers_is(name: str, tmp_path: 
     theirs = write_family(name, tmp_path)
     exact = oracle.logits(theirs, PROMPT)
     ours = all_logits(load_model(tmp_path, torch.bfloat16, CPU, TorchOperations()).model, PROMPT)
-    rough = oracle.logits(theirs.to(torch.bfloat16), PROMPT).float()
+    rough = oracle.logits(theirs.bfloat16(), PROMPT).float()
     our_error, their_error = (
         # The median: where two experts are almost as likely, rounding chooses another.
         (found - exact).square().mean(dim=-1).median()

@@ -24,7 +24,7 @@ Kind = gguf.GGMLQuantizationType
 def read_all(path: Path) -> dict[str, torch.Tensor]:
     file = read_gguf(path)
     with GgufWeights(file, config_from_gguf(file)) as weights:
-        return {name: weights.read(name) for name in weights.names}
+        return {name: weights.read(name, torch.float32) for name in weights.names}
 
 
 def test_unpacked_weights_come_back_exactly(tmp_path: Path) -> None:
@@ -83,9 +83,13 @@ def test_linear_scaling_is_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("metadata", "message"),
     [
-        ({"general.architecture": "gemma"}, "architecture is 'gemma'.*known: llama"),
+        ({"general.architecture": "gemma"}, "architecture is 'gemma'.*known: llama, qwen2, qwen3"),
         ({"split.count": 2}, "one part of a split GGUF"),
-        ({"llama.expert_count": 8}, "mixture of experts"),
+        ({"llama.attention.sliding_window": 8}, "sliding_window is 8, which is not supported"),
+        (
+            {"llama.expert_count": 8, "llama.expert_used_count": 9},
+            "num_experts_per_tok is 9, must be at most",
+        ),
         ({"llama.rope.scaling.type": "yarn"}, "'yarn'.*none, linear"),
         ({"llama.rope.dimension_count": 8}, "dimension_count is 8, must be 16"),
         ({"llama.attention.head_count": 3}, "must divide"),

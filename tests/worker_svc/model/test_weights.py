@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 
 from tiny_llama import HEADS, KV_HEADS, tiny_weights, write_tiny_llama
 from worker_svc.errors import ModelError
+from worker_svc.model.llama import Llama
 from worker_svc.model.operations import Linear
 from worker_svc.model.torch_operations import TorchLinear
 from worker_svc.model.weights import load_model
@@ -23,6 +24,12 @@ def matrix(linear: Linear) -> torch.Tensor:
     return linear.weight
 
 
+def load_llama(path: Path) -> Llama:
+    model = load_model(path, torch.float32, CPU).model
+    assert isinstance(model, Llama)
+    return model
+
+
 def write_shards(directory: Path, tensors: Tensors) -> None:
     names = sorted(tensors)
     shards = {"a.safetensors": names[::2], "b.safetensors": names[1::2]}
@@ -34,7 +41,7 @@ def write_shards(directory: Path, tensors: Tensors) -> None:
 
 
 def test_projections_are_fused_in_order(tmp_path: Path) -> None:
-    weights = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model
+    weights = load_llama(write_tiny_llama(tmp_path))
     expected = tiny_weights(0)
     layer, name = weights._layers[1], "model.layers.1"
     rows = [HEADS * 16, KV_HEADS * 16, KV_HEADS * 16]
@@ -55,10 +62,10 @@ def test_weights_are_counted_and_cast(tmp_path: Path) -> None:
 
 
 def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
-    one = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model
+    one = load_llama(write_tiny_llama(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     write_shards(tmp_path, tiny_weights(0))
-    many = load_model(tmp_path, torch.float32, CPU).model
+    many = load_llama(tmp_path)
     assert torch.equal(matrix(one._lm_head), matrix(many._lm_head))
     for left, right in zip(one._layers, many._layers, strict=True):
         assert torch.equal(matrix(left.qkv), matrix(right.qkv))
