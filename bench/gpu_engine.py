@@ -137,9 +137,13 @@ class RandomTensors:
                 }
         self.names = frozenset(self._shapes)
 
-    def read(self, name: str) -> torch.Tensor:
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of one tensor."""
+        return list(self._shapes[name])
+
+    def read(self, name: str, dtype: torch.dtype, *_parts: range) -> torch.Tensor:
         """Return one tensor."""
-        return torch.randn(self._shapes[name], device=DEVICE, dtype=torch.bfloat16) * 0.02
+        return torch.randn(self._shapes[name], device=DEVICE, dtype=dtype) * 0.02
 
 
 class Load:

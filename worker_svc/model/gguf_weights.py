@@ -43,52 +43,45 @@ class GgufWeights:
         """The tensors there are, by their Hugging Face names."""
         return frozenset(self._tensors)
 
-<<<<<<< HEAD
     def shape(self, name: str) -> list[int]:
         """Return the shape of one tensor. It must be among `names`."""
         return list(self._tensors[name].shape)
 
-    def read(self, name: str, *parts: range) -> torch.Tensor:
-        """Return one tensor, or a part of its first dimensions, in fp32.
+    def read(self, name: str, dtype: torch.dtype, *parts: range) -> torch.Tensor:
+        """Return one tensor, or a part of its first dimensions. It must be among `names`.
 
-        It must be among `names`. Of matrices, rows that are not asked for are not read. Those of
-        queries and keys must be whole heads.
-=======
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one tensor. It must be among `names`.
-
-        It is unpacked a few rows at a time, so that an embedding need not fit into memory in fp32.
->>>>>>> s8-families
+        It is unpacked a few rows at a time, so that an embedding need not fit into memory in
+        fp32. Rows that are not asked for are not read; those of queries and keys must be whole
+        heads.
 
         Raises: ModelError if it is packed in a way the `gguf` package cannot unpack.
         """
         tensor = self._tensors[name]
-<<<<<<< HEAD
-        rows = parts[0] if parts else range(tensor.shape[0])
-        weight = torch.from_numpy(self._unpack(tensor, rows))
-        # Llama's GGUF files hold the rotary pairs of Q and K side by side, (2i, 2i + 1);
-        # the model wants them half a head apart, (i, i + D / 2).
-        if ".attn_q." in tensor.name:
-            weight = self._halves_apart(name, weight, self._config.num_heads)
-        if ".attn_k." in tensor.name:
-            weight = self._halves_apart(name, weight, self._config.num_kv_heads)
-        if len(parts) > 1:
-            weight = weight[(slice(None), *(slice(part.start, part.stop) for part in parts[1:]))]
-=======
-        weight = torch.empty(tensor.shape, dtype=dtype)
-        rows = weight.view(-1, tensor.shape[-1])
-        step = max(1, _SLAB_ELEMENTS // tensor.shape[-1])
-        for first in range(0, len(rows), step):
-            slab = rows[first : first + step]
-            slab.copy_(torch.from_numpy(self._unpack(tensor, first, len(slab))))
+        weight = self._read_rows(tensor, parts[0] if parts else range(tensor.shape[0]), dtype)
         # Llama's GGUF files hold the rotary pairs of Q and K side by side, (2i, 2i + 1);
         # the model wants them half a head apart, (i, i + D / 2). Those of others do so too.
         if self._config.architecture == "llama":
             if ".attn_q." in tensor.name:
-                return self._halves_apart(name, weight, self._config.num_heads)
+                weight = self._halves_apart(name, weight, self._config.num_heads)
             if ".attn_k." in tensor.name:
-                return self._halves_apart(name, weight, self._config.num_kv_heads)
->>>>>>> s8-families
+                weight = self._halves_apart(name, weight, self._config.num_kv_heads)
+        if len(parts) > 1:
+            weight = weight[(slice(None), *(slice(part.start, part.stop) for part in parts[1:]))]
+        return weight
+
+    def _read_rows(self, tensor: GgufTensor, wanted: range, dtype: torch.dtype) -> torch.Tensor:
+        """Return some of a tensor's first dimension."""
+        columns = tensor.shape[-1]
+        if len(tensor.shape) == 1:
+            whole = torch.from_numpy(self._unpack(tensor, 0, 1)[0]).to(dtype)
+            return whole[wanted.start : wanted.stop]
+        weight = torch.empty((len(wanted), *tensor.shape[1:]), dtype=dtype)
+        rows = weight.view(-1, columns)
+        start = wanted.start * prod(tensor.shape[1:-1])
+        step = max(1, _SLAB_ELEMENTS // columns)
+        for first in range(0, len(rows), step):
+            slab = rows[first : first + step]
+            slab.copy_(torch.from_numpy(self._unpack(tensor, start + first, len(slab))))
         return weight
 
     def _halves_apart(self, name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -97,28 +90,11 @@ class GgufWeights:
             raise ModelError(f"tensor {name} is {shape}, must have {rows} rows")
         return halves_apart(weight, len(weight) // head_dim)
 
-<<<<<<< HEAD
-    def _unpack(self, tensor: GgufTensor, rows: range) -> npt.NDArray[np.float32]:
-        if len(tensor.shape) == 1:
-            return self._unpack_bytes(tensor, 0, (1, tensor.num_bytes))[0, rows.start : rows.stop]
-        row_bytes = tensor.num_bytes // tensor.shape[0]
-        inner = tensor.shape[1:-1]
-        packed_shape = (len(rows), *inner, row_bytes // prod(inner))
-        return self._unpack_bytes(tensor, rows.start * row_bytes, packed_shape)
-
-    def _unpack_bytes(
-        self, tensor: GgufTensor, start: int, shape: tuple[int, ...]
-    ) -> npt.NDArray[np.float32]:
-        """Unpack the bytes of some rows, from a place in the tensor on."""
-        packed = np.empty(shape, np.uint8)
-        self._opened.seek(tensor.offset + start)
-=======
     def _unpack(self, tensor: GgufTensor, first: int, num_rows: int) -> npt.NDArray[np.float32]:
         """Return rows from the `first` on. Shape: [num_rows, columns]."""
         row_bytes = tensor.num_bytes // prod(tensor.shape[:-1])
         packed = np.empty((num_rows, row_bytes), np.uint8)
         self._opened.seek(tensor.offset + first * row_bytes)
->>>>>>> s8-families
         if self._opened.readinto(packed.data) != packed.nbytes:
             raise ModelError(f"{tensor.name} is cut short")
         try:
@@ -128,11 +104,7 @@ class GgufWeights:
             raise ModelError(
                 f"{tensor.name} is packed as {tensor.kind.name}, which is not known"
             ) from error
-<<<<<<< HEAD
-        return values.reshape(*shape[:-1], -1)
-=======
         return values.reshape(num_rows, tensor.shape[-1])
->>>>>>> s8-families
 
 
 def halves_apart(weight: torch.Tensor, heads: int) -> torch.Tensor:

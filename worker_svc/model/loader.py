@@ -28,17 +28,15 @@ class TensorSource(Protocol):
         """The tensors there are."""
         ...
 
-<<<<<<< HEAD
     def shape(self, name: str) -> list[int]:
         """Return the shape of one of them."""
         ...
 
-    def read(self, name: str, *parts: range) -> torch.Tensor:
-        """Return one of them, or a part of its first dimensions."""
-=======
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one of them, in `dtype` or, where that costs nothing, as it is."""
->>>>>>> s8-families
+    def read(self, name: str, dtype: torch.dtype, *parts: range) -> torch.Tensor:
+        """Return one of them, or a part of its first dimensions.
+
+        In `dtype` or, where that costs nothing, as it is.
+        """
         ...
 
 
@@ -200,8 +198,10 @@ class Loader:
         """Put tensors of one kind, each of the rows given, above one another."""
         return self._place([self._read(f"{name}.{kind}", (rows, *columns)) for name, rows in parts])
 
-<<<<<<< HEAD
-    def _read(self, name: str, shape: Sequence[Size]) -> torch.Tensor:
+    def _read(
+        self, name: str, shape: Sequence[Size], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        dtype = dtype or self._dtype
         if name not in self._left:
             raise ModelError(f"tensor {name} is missing")
         self._left.remove(name)
@@ -210,20 +210,8 @@ class Loader:
         if found != wanted:
             raise ModelError(f"tensor {name} is {found}, must be {wanted}")
         if all(extent.is_whole for extent in extents):
-            return self._source.read(name)
-        return self._source.read(name, *(extent.mine for extent in extents))
-=======
-    def _read(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None
-    ) -> torch.Tensor:
-        if name not in self._left:
-            raise ModelError(f"tensor {name} is missing")
-        self._left.remove(name)
-        tensor = self._source.read(name, dtype or self._dtype)
-        if list(tensor.shape) != list(shape):
-            raise ModelError(f"tensor {name} is {list(tensor.shape)}, must be {list(shape)}")
-        return tensor
->>>>>>> s8-families
+            return self._source.read(name, dtype)
+        return self._source.read(name, dtype, *(extent.mine for extent in extents))
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Copy into memory of our own: what was read may be a view of a file."""

@@ -64,12 +64,11 @@ class SafetensorsWeights:
         """The tensors there are, by their Hugging Face names."""
         return frozenset(self._files)
 
-<<<<<<< HEAD
     def shape(self, name: str) -> list[int]:
         """Return the shape of one tensor. It must be among `names`."""
         return self._files[name].get_slice(name).get_shape()
 
-    def read(self, name: str, *parts: range) -> torch.Tensor:
+    def read(self, name: str, _dtype: torch.dtype, *parts: range) -> torch.Tensor:
         """Return one tensor, or a part of its first dimensions, in the dtype of the file.
 
         It must be among `names`. What is not asked for is not read.
@@ -77,11 +76,6 @@ class SafetensorsWeights:
         if not parts:
             return self._files[name].get_tensor(name)
         return self._files[name].get_slice(name)[tuple(slice(p.start, p.stop) for p in parts)]
-=======
-    def read(self, name: str, _dtype: torch.dtype) -> torch.Tensor:
-        """Return one tensor as it lies in the file, in its dtype. It must be among `names`."""
-        return self._files[name].get_tensor(name)
->>>>>>> s8-families
 
 
 def weight_files(directory: Path) -> list[Path]:
