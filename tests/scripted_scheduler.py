@@ -91,15 +91,24 @@ class Connection:
     def acknowledge(self, **changes: Any) -> worker_pb2.WorkerHello:
         """Answer the hello, and return it."""
         hello: worker_pb2.WorkerHello = self.hear("hello")
+        self.acknowledge_hello(hello, **changes)
+        return hello
+
+    def acknowledge_hello(self, hello: worker_pb2.WorkerHello, **changes: Any) -> None:
+        """Give a worker its place."""
         message = ack(device_uuid=hello.devices[0].uuid, **changes)
         self._say.put(worker_pb2.JoinResponse(ack=message))
-        return hello
 
     def take(self, **changes: Any) -> worker_pb2.WorkerHello:
         """Answer the hello, wait until the worker is ready, and return the hello."""
         hello = self.acknowledge(**changes)
         self.hear("ready")
         return hello
+
+    def rendezvous(self, address: str) -> None:
+        """Say where the ranks meet."""
+        message = worker_pb2.Rendezvous(address=address)
+        self._say.put(worker_pb2.JoinResponse(rendezvous=message))
 
     def plan(self, step_id: int, **changes: Any) -> None:
         """Send a plan."""

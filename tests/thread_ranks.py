@@ -15,13 +15,16 @@ T = TypeVar("T")
 LIMIT_S = 60.0
 
 
-def on_all_ranks(world_size: int, run: Callable[[ProcessGroup], T]) -> list[T]:
+def on_all_ranks(
+    world_size: int, run: Callable[[ProcessGroup], T], given_up: threading.Event | None = None
+) -> list[T]:
     """Run a function on every rank at once, and return what each gave, by rank."""
     store = distributed.HashStore()
+    given_up = given_up or threading.Event()
 
     def run_rank(rank: int) -> T:
         group = ProcessGroup(Shard(rank, world_size), "cpu")
-        group.connect(store, "127.0.0.1", threading.Event())
+        group.connect(store, "127.0.0.1", given_up)
         try:
             return run(group)
         finally:

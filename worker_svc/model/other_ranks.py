@@ -1,6 +1,7 @@
 """What a rank needs of the other ranks of its group, and the layers that are made of it."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Protocol
 
 import numpy as np
@@ -38,6 +39,10 @@ class OtherRanks(Protocol):
         """Return the smallest of all ranks' numbers."""
         ...
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Let this rank run a model alone in the block, where only time and memory matter."""
+        ...
+
 
 class NoOtherRanks:
     """See `OtherRanks`: a rank that has the whole model."""
@@ -58,6 +63,10 @@ class NoOtherRanks:
     def least(self, count: int) -> int:
         """Return it."""
         return count
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Change nothing."""
+        return nullcontext()
 
 
 class SummedLinear:

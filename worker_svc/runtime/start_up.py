@@ -118,9 +118,11 @@ def _measure_cache_bytes(loaded: LoadedModel, limits: RunnerLimits) -> int:
     if model.device.type == "cpu":
         # As far as anybody knows, the ranks share one machine's memory.
         return cpu_cache_bytes() // loaded.ranks.shard.world_size
-    return cuda_cache_bytes(
-        model.device, limits.gpu_memory_utilization, lambda: run_largest_step(model, limits)
-    )
+    # Others may have their cache already, and do not run this step with us.
+    with loaded.ranks.apart():
+        return cuda_cache_bytes(
+            model.device, limits.gpu_memory_utilization, lambda: run_largest_step(model, limits)
+        )
 
 
 def run_largest_step(model: CausalModel, limits: RunnerLimits) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 from typing import Final
 
@@ -38,6 +38,7 @@ class ProcessGroup:
         self._tensors: Backend | None = None
         """What exchanges the model's tensors: gloo, or NCCL on a GPU."""
         self._given_up = threading.Event()
+        self._is_apart = False
 
     def connect(self, store: distributed.Store, host: str, given_up: threading.Event) -> None:
         """Meet the others, who give the same store, each with the address they reach it at.
@@ -63,7 +64,7 @@ class ProcessGroup:
                 )
         except RuntimeError as error:
             self.disconnect()
-            raise RanksLostError(f"the ranks could not meet: {_first_line(error)}") from error
+            raise RanksLostError(f"the ranks could not meet: {_reason(error)}") from error
 
     def disconnect(self) -> None:
         """Leave the others, who notice."""
@@ -73,10 +74,13 @@ class ProcessGroup:
 
     def all_reduce(self, part: torch.Tensor) -> None:
         """As `OtherRanks.all_reduce`."""
-        self._wait(self._of_tensors().allreduce([part]))
+        if not self._is_apart:
+            self._wait(self._of_tensors().allreduce([part]))
 
     def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """As `OtherRanks.gather`."""
+        if self._is_apart:
+            return [part] * (self.shard.world_size if self.shard.leads else 1)
         group, options = self._of_tensors(), distributed.GatherOptions()
         options.rootRank = 0
         if not self.shard.leads:
@@ -103,6 +107,15 @@ class ProcessGroup:
         self._wait(self._of_cpu().allreduce([shared], options))
         return int(shared.item())
 
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """As `OtherRanks.apart`."""
+        self._is_apart = True
+        try:
+            yield
+        finally:
+            self._is_apart = False
+
     def _of_cpu(self) -> "distributed.ProcessGroupGloo":
         if self._gloo is None:
             raise InvariantError("ranks exchange something before they have met")
@@ -123,7 +136,7 @@ class ProcessGroup:
                     work.wait()
             except RuntimeError as error:
                 if work.is_completed():
-                    raise RanksLostError(_first_line(error)) from error
+                    raise RanksLostError(_reason(error)) from error
                 if self._given_up.is_set():
                     _outlive(self._gloo, work)
                     raise RanksLostError("the group was given up") from None
@@ -141,5 +154,7 @@ def _outlive(group: "distributed.ProcessGroupGloo | None", work: "distributed.Wo
     threading.Thread(target=wait, args=(group,), name="given up ranks", daemon=True).start()
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).split("\n", maxsplit=1)[0]
+def _reason(error: Exception) -> str:
+    """Return gloo's own words, without the place in its source and its advice."""
+    first = str(error).split("\n", maxsplit=1)[0].split(". ", maxsplit=1)[0]
+    return first.rpartition(".cc:")[2].partition("] ")[2] or first

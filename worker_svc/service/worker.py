@@ -184,10 +184,10 @@ class Worker:
             return self._run_plans(stream, assignment) if met else ExitStatus.STOPPED
 
     def _run_plans(self, stream: StepStream, assignment: Assignment) -> ExitStatus:
-        cache = self._prepare(assignment)
+        cache, num_blocks = self._prepare(assignment)
         stream.send_ready(
             worker_pb2.WorkerReady(
-                num_blocks=cache.report.num_blocks,
+                num_blocks=num_blocks,
                 block_bytes=cache.report.block_bytes,
                 weight_bytes=cache.report.weight_bytes,
                 load_s=cache.report.load_seconds,
@@ -216,8 +216,8 @@ class Worker:
             return LaunchLoop(runner, self._status, self._shutdown, self._log)
         return StepLoop(runner, self._status, self._shutdown, self._log, answers=shard.leads)
 
-    def _prepare(self, assignment: Assignment) -> _Cache:
-        """Return the runner, made now if there is none."""
+    def _prepare(self, assignment: Assignment) -> tuple[_Cache, int]:
+        """Return a runner, made now if there is none, and how many blocks all ranks have."""
         if self._cache is None:
             with self._shutdown.waking(self._exit_now):
                 self._status.enter(Phase.SIZING)
@@ -225,8 +225,14 @@ class Worker:
             for line in startup_lines(report):
                 self._log.info(line)
             self._cache = _Cache(assignment.limits, assignment.shard, runner, report)
+            num_blocks = report.num_blocks
+        else:
+            num_blocks = self._cache.report.num_blocks
+            if self._group is not None:
+                # A rank that is new agrees with the others, before it makes its cache.
+                num_blocks = self._group.least(num_blocks)
         self._status.enter(Phase.IDLE)
-        return self._cache
+        return self._cache, num_blocks
 
 
 def _end(stream: StepStream, reason: str, status: ExitStatus) -> ExitStatus:
