@@ -54,12 +54,14 @@ def test_a_part_is_that_of_the_whole(kind: Kind, tmp_path: Path) -> None:
     rows, columns = range(HEAD_DIM, 2 * HEAD_DIM), range(5, 23)
     with GgufWeights(file, config_from_gguf(file)) as weights:
         for name in sorted(weights.names):
-            whole = weights.read(name)
+            whole = weights.read(name, torch.float32)
             assert weights.shape(name) == list(whole.shape)
-            assert torch.equal(weights.read(name, rows), whole[rows.start : rows.stop])
+            assert torch.equal(
+                weights.read(name, torch.float32, rows), whole[rows.start : rows.stop]
+            )
             if whole.dim() == 2:
                 part = whole[rows.start : rows.stop, columns.start : columns.stop]
-                assert torch.equal(weights.read(name, rows, columns), part)
+                assert torch.equal(weights.read(name, torch.float32, rows, columns), part)
 
 
 def test_a_kind_that_cannot_be_unpacked_is_named(tmp_path: Path) -> None:
