@@ -75,12 +75,24 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             rope_parameters=GEMMA_ROPE,
         )
     ),
+    "gemma3 as GGUF knows it": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SEVEN_LAYERS, sliding_window=WINDOW, query_pre_attn_scalar=16)
+    ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)),
     "mixtral with a window": lambda: MixtralForCausalLM(
         MixtralConfig(**SHAPE, num_local_experts=4, sliding_window=WINDOW)
     ),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
+    ),
+    "qwen3-moe normalised": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SHAPE,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+        )
     ),
     "qwen3-moe with dense layers": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
@@ -103,7 +115,7 @@ def write_family(name: str, directory: Path, seed: int = 0) -> PreTrainedModel:
     torch.manual_seed(seed)
     model = FAMILIES[name]()
     model.eval()
-    norms_begin_at = 0.0 if name == "gemma3" else 1.0
+    norms_begin_at = 0.0 if name.startswith("gemma3") else 1.0
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             mean = 0.0 if parameter_name.endswith("bias") else norms_begin_at

@@ -19,6 +19,9 @@ Size: TypeAlias = int | Extent
 
 LayerT = TypeVar("LayerT")
 
+Progress: TypeAlias = Callable[[int, int], None]
+"""Is told how many tensors of how many have been read."""
+
 
 class TensorSource(Protocol):
     """Tensors by their Hugging Face names."""
@@ -59,6 +62,7 @@ class Loader:
         device: torch.device,
         operations: Operations,
         ranks: OtherRanks | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Take the part of one of several ranks, if there are others.
 
@@ -66,6 +70,8 @@ class Loader:
         """
         self._source = source
         self._left = set(source.names)
+        self._num_tensors = len(self._left)
+        self._progress = progress
         self._ranks = ranks or NoOtherRanks()
         shard = self._shard = self._ranks.shard
         heads = shard.heads(config)
@@ -209,9 +215,12 @@ class Loader:
         found, wanted = self._source.shape(name), [extent.whole for extent in extents]
         if found != wanted:
             raise ModelError(f"tensor {name} is {found}, must be {wanted}")
-        if all(extent.is_whole for extent in extents):
-            return self._source.read(name, dtype)
-        return self._source.read(name, dtype, *(extent.mine for extent in extents))
+        whole = all(extent.is_whole for extent in extents)
+        parts = () if whole else tuple(extent.mine for extent in extents)
+        tensor = self._source.read(name, dtype, *parts)
+        if self._progress is not None:
+            self._progress(self._num_tensors - len(self._left), self._num_tensors)
+        return tensor
 
     def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
         """Copy into memory of our own: what was read may be a view of a file."""

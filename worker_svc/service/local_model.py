@@ -1,6 +1,7 @@
 """The model of a path on a device of this machine, as the shell wants it."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
 from worker_svc.service.backends import check_block_size, choose_operations
 from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.load_progress import LoadProgress
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import CacheLimits, StepRunner
 
@@ -89,7 +91,10 @@ class LocalModel:
             self._loaded, self._ranks = None, ranks
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
-            self._loaded = load_model(self._path, self._dtype, device, operations, ranks)
+            progress = LoadProgress(sys.stderr, self._log)
+            self._loaded = load_model(
+                self._path, self._dtype, device, operations, ranks, progress
+            )
 
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import gguf
+import numpy as np
 import pytest
 import torch
 
@@ -62,6 +63,32 @@ def test_a_part_is_that_of_the_whole(kind: Kind, tmp_path: Path) -> None:
             if whole.dim() == 2:
                 part = whole[rows.start : rows.stop, columns.start : columns.stop]
                 assert torch.equal(weights.read(name, torch.float32, rows, columns), part)
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(Kind.Q4_0, Kind.Q4_1, Kind.Q5_0, Kind.Q5_1, Kind.Q8_0, Kind.IQ4_NL, Kind.IQ4_XS),
+        *(Kind.Q2_K, Kind.Q3_K, Kind.Q4_K, Kind.Q5_K, Kind.Q6_K),
+    ],
+    ids=lambda kind: kind.name,
+)
+def test_a_slab_at_a_time_gives_what_the_package_gives_at_once(
+    kind: gguf.GGMLQuantizationType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker_svc.model.gguf_weights._SLAB_ELEMENTS", 3 * 512)
+    block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    packed = np.random.default_rng(0).integers(0, 256, (35, 512 // block * block_bytes), np.uint8)
+    writer = gguf.GGUFWriter(tmp_path / "one.gguf", "llama")
+    writer.add_tensor("output.weight", packed, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = config_from_gguf(read_gguf(write_tiny_gguf(tmp_path / "tiny.gguf")))
+    with GgufWeights(read_gguf(tmp_path / "one.gguf"), config) as weights:
+        found = weights.read("lm_head.weight", torch.float32)
+    expected = torch.from_numpy(gguf.dequantize(packed, kind))
+    # Random bytes are sometimes scales that are no numbers.
+    torch.testing.assert_close(found, expected, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_kind_that_cannot_be_unpacked_is_named(tmp_path: Path) -> None:
