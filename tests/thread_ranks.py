@@ -5,7 +5,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
-from torch import distributed
+from torch._C._distributed_c10d import HashStore
 
 from worker_svc.model.shard import Shard
 from worker_svc.service.process_group import ProcessGroup
@@ -19,7 +19,7 @@ def on_all_ranks(
     world_size: int, run: Callable[[ProcessGroup], T], given_up: threading.Event | None = None
 ) -> list[T]:
     """Run a function on every rank at once, and return what each gave, by rank."""
-    store = distributed.HashStore()
+    store = HashStore()
     given_up = given_up or threading.Event()
 
     def run_rank(rank: int) -> T:

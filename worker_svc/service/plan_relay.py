@@ -12,7 +12,8 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, Self
 
-from torch import distributed
+from torch._C._distributed_c10d import Store, TCPStore
+from torch.distributed import DistError
 
 from worker_svc.errors import InvariantError, RanksLostError
 
@@ -29,7 +30,7 @@ _MORE: Final = b"\1"
 _LAST: Final = b"\0"
 
 
-def open_store(host: str) -> distributed.TCPStore:
+def open_store(host: str) -> TCPStore:
     """Serve a store at a free port of one of this machine's addresses: rank 0's part.
 
     Raises: RanksLostError if the address cannot be had.
@@ -37,7 +38,7 @@ def open_store(host: str) -> distributed.TCPStore:
     try:
         listener = socket.create_server((host, 0))
         port = listener.getsockname()[1]
-        return distributed.TCPStore(
+        return TCPStore(
             host,
             port,
             is_master=True,
@@ -49,7 +50,7 @@ def open_store(host: str) -> distributed.TCPStore:
         raise RanksLostError(f"no store can be served at {host}: {error}") from error
 
 
-def dial_store(address: str) -> distributed.TCPStore:
+def dial_store(address: str) -> TCPStore:
     """Connect to the store of rank 0.
 
     Raises: RanksLostError if nobody answers; InvariantError if it is no address.
@@ -58,7 +59,7 @@ def dial_store(address: str) -> distributed.TCPStore:
     if not host or not port.isdecimal():
         raise InvariantError(f"the rendezvous is {address!r}, must be host:port")
     try:
-        return distributed.TCPStore(
+        return TCPStore(
             host, int(port), is_master=False, timeout=MEETING_LIMIT, wait_for_workers=False
         )
     except RuntimeError as error:
@@ -68,7 +69,7 @@ def dial_store(address: str) -> distributed.TCPStore:
 class PlanSender:
     """Rank 0's end."""
 
-    def __init__(self, store: distributed.Store, world_size: int) -> None:
+    def __init__(self, store: Store, world_size: int) -> None:
         self._store = store
         self._followers = range(1, world_size)
 
@@ -83,12 +84,12 @@ class PlanSender:
                 for piece in pieces[:-1]:
                     self._store.queue_push(_queue(rank), _MORE + piece)
                 self._store.queue_push(_queue(rank), _LAST + pieces[-1])
-        except distributed.DistError as error:
+        except DistError as error:
             raise RanksLostError(f"a plan could not be passed on: {error}") from error
 
     def keep_alive(self) -> None:
         """Say that there is no plan. One that cannot be said is not missed: the stream ends too."""
-        with contextlib.suppress(distributed.DistError):
+        with contextlib.suppress(DistError):
             for rank in self._followers:
                 self._store.queue_push(_queue(rank), b"")
 
@@ -98,7 +99,7 @@ class PlanReceiver:
 
     def __init__(
         self,
-        store: distributed.TCPStore,
+        store: TCPStore,
         rank: int,
         take: Callable[[bytes], None],
         lose: Callable[[RanksLostError], None],

@@ -4,13 +4,21 @@ import contextlib
 import threading
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
-from typing import Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import Backend
+from torch._C._distributed_c10d import (
+    AllreduceOptions,
+    BroadcastOptions,
+    GatherOptions,
+    PrefixStore,
+    ReduceOp,
+    Store,
+    Work,
+)
 
 from worker_svc.errors import InvariantError, RanksLostError
 from worker_svc.model.shard import Shard
@@ -21,6 +29,23 @@ network, takes so long; one that dies closes its connections."""
 
 GIVE_UP_CHECK: Final = timedelta(seconds=1)
 """How often one who waits looks whether the group has been given up."""
+
+
+class _Exchange(Protocol):
+    """What is used here of torch's groups; its own stubs lack it."""
+
+    def allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions = ...) -> Work: ...
+
+    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work: ...
+
+    def gather(
+        self,
+        outputs: list[list[torch.Tensor]],
+        inputs: list[torch.Tensor],
+        options: GatherOptions,
+    ) -> Work: ...
+
+    def abort(self) -> None: ...
 
 
 class ProcessGroup:
@@ -34,13 +59,13 @@ class ProcessGroup:
         """Exchange tensors of a device of this kind, cpu or cuda."""
         self.shard = shard
         self._device_kind = device_kind
-        self._gloo: distributed.ProcessGroupGloo | None = None
-        self._tensors: Backend | None = None
+        self._gloo: _Exchange | None = None
+        self._tensors: _Exchange | None = None
         """What exchanges the model's tensors: gloo, or NCCL on a GPU."""
         self._given_up = threading.Event()
         self._is_apart = False
 
-    def connect(self, store: distributed.Store, host: str, given_up: threading.Event) -> None:
+    def connect(self, store: Store, host: str, given_up: threading.Event) -> None:
         """Meet the others, who give the same store, each with the address they reach it at.
 
         Once `given_up` is set, whoever waits for another rank ends within a second.
@@ -48,20 +73,10 @@ class ProcessGroup:
         Raises: RanksLostError if they do not come.
         """
         self._given_up = given_up
-        options = distributed.ProcessGroupGloo._Options()
-        options._timeout = COLLECTIVE_LIMIT
-        options._threads = 1
-        rank, size = self.shard.rank, self.shard.world_size
         try:
-            options._devices = [distributed.ProcessGroupGloo.create_device(hostname=host)]
-            gloo = distributed.ProcessGroupGloo(
-                distributed.PrefixStore("gloo", store), rank, size, options
-            )
-            self._gloo = self._tensors = gloo
+            self._gloo = self._tensors = _make_gloo(self.shard, store, host)
             if self._device_kind == "cuda":
-                self._tensors = distributed.ProcessGroupNCCL(
-                    distributed.PrefixStore("nccl", store), rank, size, COLLECTIVE_LIMIT
-                )
+                self._tensors = _make_nccl(self.shard, store)
         except RuntimeError as error:
             self.disconnect()
             raise RanksLostError(f"the ranks could not meet: {_reason(error)}") from error
@@ -81,7 +96,7 @@ class ProcessGroup:
         """As `OtherRanks.gather`."""
         if self._is_apart:
             return [part] * (self.shard.world_size if self.shard.leads else 1)
-        group, options = self._of_tensors(), distributed.GatherOptions()
+        group, options = self._of_tensors(), GatherOptions()
         options.rootRank = 0
         if not self.shard.leads:
             self._wait(group.gather([], [part], options))
@@ -92,7 +107,7 @@ class ProcessGroup:
 
     def share_tokens(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """As `OtherRanks.share_tokens`."""
-        options = distributed.BroadcastOptions()
+        options = BroadcastOptions()
         options.rootRank = 0
         shared = torch.from_numpy(tokens.copy())
         self._wait(self._of_cpu().broadcast([shared], options))
@@ -101,8 +116,8 @@ class ProcessGroup:
 
     def least(self, count: int) -> int:
         """As `OtherRanks.least`."""
-        options = distributed.AllreduceOptions()
-        options.reduceOp = distributed.ReduceOp.MIN
+        options = AllreduceOptions()
+        options.reduceOp = ReduceOp(ReduceOp.MIN)
         shared = torch.tensor([count])
         self._wait(self._of_cpu().allreduce([shared], options))
         return int(shared.item())
@@ -116,17 +131,17 @@ class ProcessGroup:
         finally:
             self._is_apart = False
 
-    def _of_cpu(self) -> "distributed.ProcessGroupGloo":
+    def _of_cpu(self) -> _Exchange:
         if self._gloo is None:
             raise InvariantError("ranks exchange something before they have met")
         return self._gloo
 
-    def _of_tensors(self) -> Backend:
+    def _of_tensors(self) -> _Exchange:
         if self._tensors is None:
             raise InvariantError("ranks exchange something before they have met")
         return self._tensors
 
-    def _wait(self, work: "distributed.Work") -> None:
+    def _wait(self, work: Work) -> None:
         """Wait for an exchange. On a GPU that only puts it in front of what follows."""
         while True:
             try:
@@ -144,7 +159,24 @@ class ProcessGroup:
                 return
 
 
-def _outlive(group: "distributed.ProcessGroupGloo | None", work: "distributed.Work") -> None:
+def _make_gloo(shard: Shard, store: Store, host: str) -> _Exchange:
+    gloo: Any = distributed.ProcessGroupGloo
+    options = gloo._Options()
+    options._timeout = COLLECTIVE_LIMIT
+    options._threads = 1
+    options._devices = [gloo.create_device(hostname=host)]
+    group: _Exchange = gloo(PrefixStore("gloo", store), shard.rank, shard.world_size, options)
+    return group
+
+
+def _make_nccl(shard: Shard, store: Store) -> _Exchange:
+    nccl: Any = distributed.ProcessGroupNCCL
+    stored = PrefixStore("nccl", store)
+    group: _Exchange = nccl(stored, shard.rank, shard.world_size, COLLECTIVE_LIMIT)
+    return group
+
+
+def _outlive(group: _Exchange | None, work: Work) -> None:
     """Keep a group until the exchange in it has ended: gloo can not cut it short."""
 
     def wait(_group: object) -> None:

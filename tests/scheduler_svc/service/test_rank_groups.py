@@ -1,6 +1,7 @@
 """A group of several ranks: how it forms, falls apart and forms again, over real gRPC."""
 
 import asyncio
+from functools import partial
 
 import grpc
 import pytest
@@ -203,7 +204,7 @@ async def test_the_leader_is_asked_to_leave_before_the_others() -> None:
         await until(listener.ready)
         left: list[int] = []
         for connection in ranks:
-            connection.on_stop = lambda rank=connection.ack.rank: left.append(rank)
+            connection.on_stop = partial(left.append, connection.ack.rank)
         async with asyncio.timeout(10):
             await listener.group.stop()
     assert left == [0, 1]
