@@ -92,9 +92,7 @@ class LocalModel:
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
             progress = LoadProgress(sys.stderr, self._log)
-            self._loaded = load_model(
-                self._path, self._dtype, device, operations, ranks, progress
-            )
+            self._loaded = load_model(self._path, self._dtype, device, operations, ranks, progress)
 
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.

@@ -63,6 +63,8 @@ def test_a_part_is_that_of_the_whole(kind: Kind, tmp_path: Path) -> None:
             if whole.dim() == 2:
                 part = whole[rows.start : rows.stop, columns.start : columns.stop]
                 assert torch.equal(weights.read(name, torch.float32, rows, columns), part)
+
+
 @pytest.mark.parametrize(
     "kind",
     [
