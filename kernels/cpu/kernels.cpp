@@ -8,7 +8,9 @@
 
 #include "decode.h"
 #include "layers.h"
+#include "linear.h"
 #include "prefill.h"
+#include "quantised.h"
 #include "read.h"
 
 namespace {

@@ -6,6 +6,7 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 from torch.nn import functional
 
+from kernels.quantised_linear import QuantisedLinear
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.experts import Expert, Experts
 from worker_svc.model.gguf_names import ROPE_DIVISORS
@@ -82,6 +83,7 @@ class Loader:
         self._dtype = dtype
         self._device = device
         self.operations = operations
+        self._weight_dtype = operations.weight_dtype or dtype
         self.weight_bytes = 0
 
     def layers(self, load: Callable[["Loader", str, int], LayerT]) -> tuple[LayerT, ...]:
@@ -103,16 +105,26 @@ class Loader:
         mine = shard.vocab(config.vocab_size)
         if config.tie_word_embeddings:
             self._left.discard("lm_head.weight")
-            weight = embedding[mine.mine.start : mine.mine.stop]
+            weight = self._head_of(embedding, mine)
         else:
-            weight = self.take("lm_head.weight", mine, config.hidden_size)
+            shape = (mine, config.hidden_size)
+            tensor = self._read("lm_head.weight", shape, self._weight_dtype)
+            weight = self._place([tensor], self._weight_dtype)
         if shard.is_whole:
-            return self.operations.linear(weight, None)
+            return self._packed(weight, None)
         # Logits are gathered in parts of one size.
         missing = shard.vocab_width(config.vocab_size) - len(weight)
         padded = functional.pad(weight, (0, 0, 0, missing))
-        head = self.operations.linear(padded, None)
+        head = self._packed(padded, None)
         return GatheredHead(head, self._ranks, config.vocab_size)
+
+    def _head_of(self, embedding: torch.Tensor, mine: Extent) -> torch.Tensor:
+        """Return this rank's part of an embedding that is the head, too."""
+        rows = mine.mine
+        if self._weight_dtype == self._dtype:
+            return embedding[rows.start : rows.stop]
+        tensor = self._source.read("model.embed_tokens.weight", self._weight_dtype, rows)
+        return self._place([tensor], self._weight_dtype)
 
     def rope_divisors(self) -> torch.Tensor:
         """Return what a GGUF file says to divide the rotary frequencies by. [D / 2] fp32."""
@@ -180,8 +192,17 @@ class Loader:
 
     def linear(self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another."""
-        weight = self._fuse(parts, "weight", [columns])
-        return self.operations.linear(weight, self._fuse(parts, "bias") if has_bias else None)
+        dtype = self._weight_dtype
+        tensors = [self._read(f"{name}.weight", (rows, columns), dtype) for name, rows in parts]
+        bias = self._biases(parts) if has_bias else None
+        return self._packed(self._place(tensors, dtype), bias)
+
+    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Make a linear layer. One that says what it takes replaces what was counted."""
+        linear = self.operations.linear(weight, bias)
+        if isinstance(linear, QuantisedLinear):
+            self.weight_bytes += linear.num_bytes - weight.nbytes
+        return linear
 
     def _summed(
         self, parts: Sequence[tuple[str, Size]], columns: Extent, *, has_bias: bool
@@ -198,11 +219,9 @@ class Loader:
         """Return one tensor as it is, or this rank's part, in our dtype on our device."""
         return self._place([self._read(name, shape)])
 
-    def _fuse(
-        self, parts: Sequence[tuple[str, Size]], kind: str, columns: Sequence[Size] = ()
-    ) -> torch.Tensor:
-        """Put tensors of one kind, each of the rows given, above one another."""
-        return self._place([self._read(f"{name}.{kind}", (rows, *columns)) for name, rows in parts])
+    def _biases(self, parts: Sequence[tuple[str, Size]]) -> torch.Tensor:
+        """Put biases, each of the rows given, above one another."""
+        return self._place([self._read(f"{name}.bias", (rows,)) for name, rows in parts])
 
     def _read(
         self, name: str, shape: Sequence[Size], dtype: torch.dtype | None = None
@@ -222,11 +241,13 @@ class Loader:
             self._progress(self._num_tensors - len(self._left), self._num_tensors)
         return tensor
 
-    def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _place(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Copy into memory of our own: what was read may be a view of a file."""
         num_rows = sum(len(tensor) for tensor in tensors)
         shape = (num_rows, *tensors[0].shape[1:])
-        target = torch.empty(shape, dtype=self._dtype, device=self._device)
+        target = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         start = 0
         for tensor in tensors:
             target[start : start + len(tensor)].copy_(tensor)

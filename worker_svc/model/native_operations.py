@@ -8,6 +8,7 @@ from kernels import cpu_layers
 from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.packed_linear import PackedLinear
+from kernels.weight_memory import WeightMemory
 from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
 
 
@@ -15,10 +16,19 @@ class NativeOperations:
     """See `Operations`."""
 
     can_be_recorded = False
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory = WeightMemory()
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The run dtype."""
+        return None
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Lay the weight out for the processor's products, in a copy."""
-        return PackedLinear(weight, bias)
+        return PackedLinear(weight, bias, memory=self._memory)
 
     def rms_norm(
         self,

@@ -57,6 +57,11 @@ class Operations(Protocol):
     """Whether a step can be recorded as a graph: nothing waits for the device, and no shape
     depends on what a tensor holds."""
 
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """In what type `linear` wants its weight. None: in the run dtype, as its bias."""
+        ...
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Return a linear layer. The caller drops the weight, [out, in]."""
         ...

@@ -26,6 +26,11 @@ class TorchOperations:
 
     can_be_recorded = False
 
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The run dtype."""
+        return None
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
