@@ -8,6 +8,7 @@
 
 #include "decode.h"
 #include "layers.h"
+#include "linear.h"
 #include "prefill.h"
 #include "read.h"
 

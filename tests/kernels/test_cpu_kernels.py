@@ -17,7 +17,6 @@ from kernels import reference_layers as reference
 from kernels.checks import Scales, Store
 from kernels.cpu_attention import attend
 from kernels.cpu_build import FLAGS, build_and_load, cache_folder
-from kernels.packed_linear import PackedLinear
 from kernels.reference_attention import quantise
 from paged_cases import HEADS, NAN, Case, assert_rounded_once, make_case
 from source_tree import ROOT
@@ -287,24 +286,6 @@ def test_norm_and_activation(
     assert_rounded_once(out, reference.silu_and_mul(gate_up))
 
 
-@settings(max_examples=40)
-@given(
-    rows=st.integers(0, 80),
-    shape=st.sampled_from([(1, 1), (64, 48), (100, 33), (576, 192)]),
-    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
-    has_bias=st.booleans(),
-)
-def test_a_packed_linear_layer_is_a_linear_layer(
-    rows: int, shape: tuple[int, int], dtype: torch.dtype, *, has_bias: bool
-) -> None:
-    weight, x = torch.randn(shape).to(dtype), torch.randn(rows, shape[1]).to(dtype)
-    bias = torch.randn(shape[0]).to(dtype) if has_bias else None
-    expected = x.float() @ weight.float().T
-    if bias is not None:
-        expected += bias.float()
-    assert_rounded_once(PackedLinear(weight, bias)(x), expected)
-
-
 def test_claims_of_the_docstrings_are_checked() -> None:
     case = make_case([(5, 1), (9, 1)])
     k, v, tables, lengths = case.k_cache, case.v_cache, case.block_tables, case.seq_lens
@@ -321,8 +302,6 @@ def test_claims_of_the_docstrings_are_checked() -> None:
         cpu_layers.rms_norm(case.q[0], case.q[0, 0, 1:], 1e-5)
     with pytest.raises(ValueError, match="gate_up is"):
         cpu_layers.silu_and_mul(case.q[0, :, 1:])
-    with pytest.raises(ValueError, match="bias is"):
-        PackedLinear(case.q[0], case.q[0, 0])
 
 
 def test_the_wrappers_run_native_code_on_a_cpu(tmp_path: Path) -> None:

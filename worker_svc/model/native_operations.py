@@ -8,15 +8,21 @@ from kernels import cpu_layers
 from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.packed_linear import PackedLinear
+from kernels.weight_memory import WeightMemory
 from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
 
 
 class NativeOperations:
     """See `Operations`."""
 
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory = WeightMemory()
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Lay the weight out for the processor's products, in a copy."""
-        return PackedLinear(weight, bias)
+        return PackedLinear(weight, bias, memory=self._memory)
 
     def rms_norm(
         self,
