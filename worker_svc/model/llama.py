@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from worker_svc.model.model_config import ModelConfig, RopeScaling
-from worker_svc.model.operations import LayerCache, Linear, Operations, StepColumns
+from worker_svc.model.operations import LayerCache, Linear, Operations, StackShape, StepColumns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,7 +26,7 @@ class LayerWeights:
     output: Linear
     mlp_norm: torch.Tensor
     gate_up: Linear
-    """[E] to [2 * intermediate]: gate, then up."""
+    """[E] to [intermediate]: silu(gate) * up."""
 
     down: Linear
 
@@ -50,7 +50,7 @@ class LlamaWeights:
 class Llama:
     """Runs flattened tokens of many requests through the model."""
 
-    __slots__ = ("_inverse_frequencies", "_operations", "_weights", "config")
+    __slots__ = ("_inverse_frequencies", "_operations", "_stack", "_weights", "config")
 
     def __init__(self, config: ModelConfig, weights: LlamaWeights, operations: Operations) -> None:
         """Take weights whose linear layers are made by the same `operations`."""
@@ -62,6 +62,10 @@ class Llama:
         if weights.rope_divisors is not None:
             frequencies = frequencies / weights.rope_divisors
         self._inverse_frequencies = frequencies
+        shape = StackShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+        )
+        self._stack = operations.stack(weights.layers, weights.norm, shape)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -106,8 +110,10 @@ class Llama:
             query_start_loc,
             config.sliding_window,
         )
-        attention = operations.begin(columns, self._inverse_frequencies, kv_caches[0])
         hidden = functional.embedding(token_ids, weights.embedding)  # [T, E]
+        if self._stack is not None:
+            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches)
+        attention = operations.begin(columns, self._inverse_frequencies, kv_caches[0])
         added: torch.Tensor | None = None
         for layer, cache in zip(weights.layers, kv_caches, strict=True):
             normed = self._norm(hidden, added, layer.attention_norm)
@@ -115,7 +121,7 @@ class Llama:
             mixed = attention.attend(qkv, num_heads, cache)  # [T, H, D]
             added = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
-            added = layer.down(operations.silu_and_mul(layer.gate_up(normed)))  # [T, E]
+            added = layer.down(layer.gate_up(normed))  # [T, E]
         return self._norm(hidden, added, weights.norm)
 
     def _norm(

@@ -129,7 +129,7 @@ class _Loader:
             qkv=self._linear(qkv, hidden, has_bias=config.qkv_bias),
             output=self._linear(output, queries, has_bias=config.output_bias),
             mlp_norm=self._take(f"{name}.post_attention_layernorm.weight", hidden),
-            gate_up=self._linear(gate_up, hidden, has_bias=config.mlp_bias),
+            gate_up=self._gated(gate_up, hidden, has_bias=config.mlp_bias),
             down=self._linear(down, inner, has_bias=config.mlp_bias),
         )
 
@@ -137,6 +137,12 @@ class _Loader:
         """Make one linear layer of matrices [rows, columns] above one another."""
         weight = self._fuse(parts, "weight", [columns])
         return self._operations.linear(weight, self._fuse(parts, "bias") if has_bias else None)
+
+    def _gated(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
+        """Make silu(gate) * up of two matrices above one another."""
+        weight = self._fuse(parts, "weight", [columns])
+        bias = self._fuse(parts, "bias") if has_bias else None
+        return self._operations.gated_linear(weight, bias)
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
         return self._place([self._read(name, shape)])

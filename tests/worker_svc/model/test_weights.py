@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from tiny_llama import HEADS, KV_HEADS, tiny_weights, write_tiny_llama
 from worker_svc.errors import ModelError
 from worker_svc.model.operations import Linear
-from worker_svc.model.torch_operations import TorchLinear
+from worker_svc.model.torch_operations import TorchGatedLinear, TorchLinear
 from worker_svc.model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -19,6 +19,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def matrix(linear: Linear) -> torch.Tensor:
+    if isinstance(linear, TorchGatedLinear):
+        linear = linear.linear
     assert isinstance(linear, TorchLinear)
     return linear.weight
 
