@@ -12,7 +12,7 @@ from kernels.native_linear import NativeLinear
 from kernels.weight_memory import WeightMemory
 
 
-class _Linear(ctypes.Structure):
+class LinearStructure(ctypes.Structure):
     """The twin of `Linear` in kernels/cpu/linear.h."""
 
     _fields_ = [
@@ -25,8 +25,8 @@ class _Linear(ctypes.Structure):
     ]
 
 
-# Structure, x, its stride, T, out, its stride, threads. Prepared: conversions cost more than checks.
-_PROTOTYPE = ctypes.CFUNCTYPE(
+# Layer, x, its stride, T, out, its stride, threads: prepared, since converting them takes time.
+PROTOTYPE = ctypes.CFUNCTYPE(
     ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
     ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
 )  # fmt: skip
@@ -66,8 +66,8 @@ class PackedLinear:
         self.num_inputs = weight.shape[1]
         self._weight: torch.Tensor | None = None
         code = code or native_code()
-        self._call = None if code is None else _PROTOTYPE(("pagemill_linear", code))
-        self._arguments = _Linear(
+        self._call = None if code is None else PROTOTYPE(("pagemill_linear", code))
+        self._arguments = LinearStructure(
             bias=None if self._bias is None else self._bias.data_ptr(),
             O=self.num_outputs, I=self.num_inputs, is_gated=is_gated, dtype=TYPES[weight.dtype],
         )  # fmt: skip
@@ -105,22 +105,11 @@ class PackedLinear:
 
         Raises: ValueError if `x` or `out` is not so, or its rows are not contiguous.
         """
-        T = x.shape[0]
-        if x.dim() != 2 or x.shape[1] != self.num_inputs or x.dtype != self._dtype:
-            raise ValueError(
-                f"x is {list(x.shape)} {x.dtype}, must be [T, {self.num_inputs}] {self._dtype}"
-            )
-        if out is None:
-            out = x.new_empty((T, self.num_outputs))
-        elif out.shape != (T, self.num_outputs) or out.dtype != self._dtype:
-            raise ValueError(
-                f"out is {list(out.shape)} {out.dtype}, "
-                f"must be [{T}, {self.num_outputs}] {self._dtype}"
-            )
+        check_rows_of("x", x, self.num_inputs, self._dtype)
+        out = empty_or(out, x, self.num_outputs)
         if self._call is None:
             return self._in_torch(x, out)
-        if T and (x.stride(1) != 1 or out.stride(1) != 1):
-            raise ValueError(f"rows of x and out must be contiguous, {x.stride()}, {out.stride()}")
+        T = len(x)
         status = self._call(
             self._pointer, x.data_ptr(), x.stride(0), T, out.data_ptr(), out.stride(0),
             torch.get_num_threads(),
@@ -134,6 +123,28 @@ class PackedLinear:
         if self._arguments.is_gated:
             product = reference_layers.silu_and_mul(product)
         return out.copy_(product)
+
+
+def check_rows_of(name: str, x: torch.Tensor, width: int, dtype: torch.dtype) -> None:
+    """Raises: ValueError unless `x` is [T, width] of `dtype`, each row contiguous."""
+    if x.dim() != 2 or x.shape[1] != width or x.dtype != dtype or (len(x) and x.stride(1) != 1):
+        raise ValueError(
+            f"{name} is {list(x.shape)} {x.dtype} with strides {x.stride()}, "
+            f"must be [T, {width}] {dtype}, each row contiguous"
+        )
+
+
+def empty_or(out: torch.Tensor | None, x: torch.Tensor, width: int) -> torch.Tensor:
+    """Return `out`, or a new [T, width] if there is none.
+
+    Raises: ValueError if `out` is not [T, width] of the dtype of `x`, each row contiguous.
+    """
+    if out is None:
+        return x.new_empty((len(x), width))
+    check_rows_of("out", out, width, x.dtype)
+    if len(out) != len(x):
+        raise ValueError(f"out has {len(out)} rows, x {len(x)}")
+    return out
 
 
 def _check(weight: torch.Tensor, bias: torch.Tensor | None, *, is_gated: bool) -> None:

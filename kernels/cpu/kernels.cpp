@@ -9,6 +9,7 @@
 #include "layers.h"
 #include "linear.h"
 #include "prefill.h"
+#include "quantised.h"
 #include "read.h"
 
 namespace {

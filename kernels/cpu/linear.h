@@ -79,13 +79,13 @@ static inline vec silu(vec x) { return x / (splat(1.0f) + exp2(x * splat(-LOG2_E
 // Where a panel's outputs go.
 template <class A>
 struct Target {
-    A* out;         // of the first row and the panel's first output
+    A* out;         // of row 0 and the panel's first output
     const A* bias;  // of the panel's first output, or null
     int64_t stride, left;  // left: outputs from the panel's first on
     int64_t to_up;  // from a gate's bias to its partner's; 0: the layer is not gated
 
-    void write(const vec* sums, int64_t rows) const {
-        for (int64_t row = 0; row < rows; ++row, sums += VECS) {
+    void write(const vec* sums, int64_t first, int64_t rows) const {
+        for (int64_t row = first; row < first + rows; ++row, sums += VECS) {
             A* to = out + row * stride;
             if (to_up) {
                 vec gate = sums[0], up = sums[1];
@@ -104,6 +104,12 @@ struct Target {
         }
     }
 };
+
+template <class A>
+static Target<A> target_of(const Linear& a, const Inputs& in, int64_t output) {
+    return {(A*)in.out + output, a.bias ? (const A*)a.bias + output : nullptr, in.out_stride,
+            a.O - output, a.is_gated ? a.O : 0};
+}
 
 // --- arithmetic ---
 
@@ -154,6 +160,14 @@ static void multiply_rows(int64_t rows, const typename P::Input* x, int64_t pitc
 
 // --- layout ---
 
+// Returns the row of the weight that stands in vector `v` at `lane` of the panel whose outputs start
+// at `output`; -1: none.
+static inline int64_t weight_row(const Linear& a, int64_t output, int64_t v, int64_t lane) {
+    int64_t row = output + (a.is_gated ? 0 : v * W) + lane;
+    if (row >= a.O) return -1;
+    return a.is_gated ? row + v * a.O : row;
+}
+
 template <class P>
 struct Layout {
     int64_t outputs;  // of a panel
@@ -167,13 +181,6 @@ struct Layout {
     }
 
     int64_t size() const { return panels * panel_size; }
-
-    // The row of the weight that stands in vector `v` of a panel at `lane`; -1: none.
-    int64_t row_of(const Linear& a, int64_t panel, int64_t v, int64_t lane) const {
-        int64_t row = panel * outputs + (a.is_gated ? 0 : v * W) + lane;
-        if (row >= a.O) return -1;
-        return a.is_gated ? row + v * a.O : row;
-    }
 };
 
 // Reads as many rows side by side as a panel has, and writes in order.
@@ -185,7 +192,7 @@ static void pack_weight(const Linear& a, const A* weight, int64_t stride,
     for (int64_t p = 0; p < layout.panels; ++p) {
         const A* rows[VECS * W];
         for (int64_t n = 0; n < VECS * W; ++n) {
-            int64_t row = layout.row_of(a, p, n / W, n % W);
+            int64_t row = weight_row(a, p * layout.outputs, n / W, n % W);
             rows[n] = row < 0 ? nullptr : weight + row * stride;
         }
         for (int64_t u = 0; u < layout.units; ++u) {
@@ -221,8 +228,9 @@ static inline int64_t threads_for(int64_t num_threads, int64_t bytes, int64_t op
 struct Units {
     int64_t rows, panels, row_blocks, chunks;
 
-    Units(int64_t rows, int64_t panels, int64_t num_threads) : rows(rows), panels(panels) {
-        row_blocks = (rows + ROWS_AT_ONCE - 1) / ROWS_AT_ONCE;
+    Units(int64_t rows, int64_t at_once, int64_t panels, int64_t num_threads)
+        : rows(rows), panels(panels) {
+        row_blocks = (rows + at_once - 1) / at_once;
         chunks = num_threads == 1 ? 1 : std::min(panels, UNITS_PER_THREAD * num_threads);
     }
 
@@ -282,16 +290,14 @@ static void linear(const Linear& a, const Inputs& in) {
     int64_t num_threads = threads_for(in.num_threads, layout.size() * sizeof(*weight),
                                       2 * in.T * layout.size());
     Prepared<P, A> prepared(a, in, num_threads);
-    Units units(in.T, layout.panels, num_threads);
+    Units units(in.T, ROWS_AT_ONCE, layout.panels, num_threads);
     over_units(units.count(), num_threads, [&](int64_t unit) {
         int64_t first = units.first_row(unit), end = units.end_row(unit);
         int64_t strips = (end - first + STRIP - 1) / STRIP;
         for (int64_t p = units.first_panel(unit); p < units.end_panel(unit); ++p) {
             const typename P::Weight* panel = weight + p * layout.panel_size;
             const char* next = (const char*)(panel + layout.panel_size);
-            int64_t output = p * layout.outputs;
-            Target<A> target{nullptr, a.bias ? (const A*)a.bias + output : nullptr, in.out_stride,
-                             a.O - output, a.is_gated ? a.O : 0};
+            Target<A> target = target_of<A>(a, in, p * layout.outputs);
             vec results[STRIP * VECS];
             for (int64_t s = 0; s < strips; ++s) {
                 int64_t row = first + (end - first) * s / strips;
@@ -301,8 +307,7 @@ static void linear(const Linear& a, const Inputs& in) {
                                                 : (const char*)panel;
                 const typename P::Input* x = prepared.x + row * prepared.pitch;
                 multiply_rows<P>(rows, x, prepared.pitch, panel, layout.units, ahead, results);
-                target.out = (A*)in.out + row * in.out_stride + output;
-                target.write(results, rows);
+                target.write(results, row, rows);
             }
         }
     });

@@ -1,8 +1,5 @@
 """Native code on a CPU agrees with its references, for every width of vectors it is built for."""
 
-import ctypes
-import functools
-import os
 import sys
 from pathlib import Path
 
@@ -16,29 +13,13 @@ from kernels import cpu_layers
 from kernels import reference_layers as reference
 from kernels.checks import Scales, Store
 from kernels.cpu_attention import attend
-from kernels.cpu_build import FLAGS, build_and_load, cache_folder
 from kernels.reference_attention import quantise
+from native_variants import variant, variants
 from paged_cases import HEADS, NAN, Case, assert_rounded_once, make_case
 from source_tree import ROOT
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
-
-# Flags behind -march=native: what the machine lacks, on smaller machines.
-VARIANTS = {
-    "native": (),
-    "no bf16 products": ("-mno-avx512bf16",),
-    "AVX2": ("-mno-avx512f",),
-    "no vectors of its own": ("-mno-avx512f", "-mno-avx2", "-mno-f16c", "-mno-fma"),
-}
-
-
-@functools.cache
-def variant(name: str) -> ctypes.CDLL:
-    return build_and_load(cache_folder(os.environ), (*FLAGS, *VARIANTS[name]))
-
-
-variants = pytest.mark.parametrize("name", VARIANTS)
 
 
 def run(case: Case, name: str = "native", num_threads: int = 1, *, decode: bool) -> torch.Tensor:
@@ -314,6 +295,7 @@ from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.silu_and_mul import silu_and_mul
+from native_variants import variant, variants
 from paged_cases import make_case
 assert (native_code() is not None) == NATIVE
 case = make_case([(40, 1), (9, 1)], head_dim=24, block_size=5, window=9)

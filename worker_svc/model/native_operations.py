@@ -30,6 +30,11 @@ class NativeOperations:
     def __init__(self) -> None:
         self._memory = WeightMemory()
 
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The run dtype."""
+        return None
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Lay the weight out for the processor's products, in a copy."""
         return PackedLinear(weight, bias, memory=self._memory)

@@ -112,6 +112,11 @@ class LayerStack(Protocol):
 class Operations(Protocol):
     """The operations of a model, all in the run dtype."""
 
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """In what type `linear` wants its weight. None: in the run dtype, as its bias."""
+        ...
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Return a linear layer. The caller drops the weight, [out, in]."""
         ...

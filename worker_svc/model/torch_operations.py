@@ -44,6 +44,11 @@ class TorchGatedLinear:
 class TorchOperations:
     """See `Operations`."""
 
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The run dtype."""
+        return None
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)

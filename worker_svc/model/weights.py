@@ -9,6 +9,7 @@ from typing import Protocol
 
 import torch
 
+from kernels.quantised_linear import QuantisedLinear
 from worker_svc.errors import ModelError
 from worker_svc.model.gguf_file import read_gguf
 from worker_svc.model.gguf_weights import ROPE_DIVISORS, GgufWeights
@@ -83,6 +84,7 @@ class _Loader:
         self._dtype = dtype
         self._device = device
         self._operations = operations
+        self._weight_dtype = operations.weight_dtype or dtype
         self.weight_bytes = 0
 
     def load(self) -> LlamaWeights:
@@ -96,10 +98,11 @@ class _Loader:
         layers = tuple(self._layer(f"model.layers.{i}") for i in range(config.num_layers))
         norm = self._take("model.norm.weight", config.hidden_size)
         if config.tie_word_embeddings:
-            lm_head = embedding
+            lm_head = self._again("model.embed_tokens.weight", embedding)
             self._left.discard("lm_head.weight")
         else:
-            lm_head = self._take("lm_head.weight", config.vocab_size, config.hidden_size)
+            shape = (config.vocab_size, config.hidden_size)
+            lm_head = self._place([self._read("lm_head.weight", shape)], self._weight_dtype)
         divisors = None
         if ROPE_DIVISORS in self._left:
             divisors = self._read(ROPE_DIVISORS, [config.head_dim // 2]).to(self._device)
@@ -107,9 +110,7 @@ class _Loader:
         unknown = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
         if unknown:
             raise ModelError(f"{len(unknown)} tensors are not known, the first is {unknown[0]}")
-        return LlamaWeights(
-            embedding, layers, norm, self._operations.linear(lm_head, None), divisors
-        )
+        return LlamaWeights(embedding, layers, norm, self._packed(lm_head, None), divisors)
 
     def _layer(self, name: str) -> LayerWeights:
         config = self._config
@@ -135,8 +136,22 @@ class _Loader:
 
     def _linear(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another."""
-        weight = self._fuse(parts, "weight", [columns])
-        return self._operations.linear(weight, self._fuse(parts, "bias") if has_bias else None)
+        tensors = [self._read(f"{name}.weight", (rows, columns)) for name, rows in parts]
+        weight = self._place(tensors, self._weight_dtype)
+        return self._packed(weight, self._fuse(parts, "bias") if has_bias else None)
+
+    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Make a linear layer. One that says what it takes replaces what was counted."""
+        linear = self._operations.linear(weight, bias)
+        if isinstance(linear, QuantisedLinear):
+            self.weight_bytes += linear.num_bytes - weight.nbytes
+        return linear
+
+    def _again(self, name: str, placed: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that was read, in the type that linear layers want."""
+        if self._weight_dtype == self._dtype:
+            return placed
+        return self._place([self._source.read(name)], self._weight_dtype)
 
     def _gated(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
         """Make silu(gate) * up of two matrices above one another."""
@@ -162,11 +177,13 @@ class _Loader:
             raise ModelError(f"tensor {name} is {list(tensor.shape)}, must be {list(shape)}")
         return tensor
 
-    def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _place(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Copy into memory of our own: what was read may be a view of a file."""
         num_rows = sum(len(tensor) for tensor in tensors)
         shape = (num_rows, *tensors[0].shape[1:])
-        target = torch.empty(shape, dtype=self._dtype, device=self._device)
+        target = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         start = 0
         for tensor in tensors:
             target[start : start + len(tensor)].copy_(tensor)

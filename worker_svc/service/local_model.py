@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
@@ -10,6 +11,7 @@ from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError
 from worker_svc.model.fingerprint import model_fingerprint
 from worker_svc.model.model_config import read_model_config
+from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.model_runner import ModelRunner
@@ -18,6 +20,8 @@ from worker_svc.service.backends import choose_operations
 from worker_svc.service.devices import choose_device, choose_dtype, describe_device
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import CacheLimits
+
+QUANTIZATION_BITS: Final = {"none": 0, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +36,7 @@ class LocalSettings:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
+    quantization: str = "none"
 
 
 class LocalModel:
@@ -48,6 +53,10 @@ class LocalModel:
             raise ConfigError(f"model_path is {settings.model_path!r}, where nothing is")
         self._torch_device = choose_device(settings.device)
         self._dtype = choose_dtype(settings.dtype, self._torch_device)
+        if settings.quantization != "none" and self._torch_device.type != "cpu":
+            raise ConfigError(
+                f"quantization is {settings.quantization!r}, must be 'none' on {settings.device}"
+            )
         dtype_name = str(self._dtype).removeprefix("torch.")
         if settings.kv_cache_dtype not in {"auto", dtype_name}:
             raise ConfigError(
@@ -60,7 +69,7 @@ class LocalModel:
         self._loaded: LoadedModel | None = None
         self.device = describe_device(self._torch_device)
         self.model = worker_pb2.ModelFacts(
-            fingerprint=model_fingerprint(self._path),
+            fingerprint=model_fingerprint(self._path, settings.quantization),
             architecture=config.architecture,
             vocab_size=config.vocab_size,
             dtype=dtype_name,
@@ -85,6 +94,8 @@ class LocalModel:
         if self._loaded is None:
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
+            if bits := QUANTIZATION_BITS[self._settings.quantization]:
+                operations = QuantisedOperations(bits, self._dtype)
             self._loaded = load_model(self._path, self._dtype, device, operations)
 
     def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:

@@ -61,6 +61,7 @@ WORKER_SETTINGS = frozenset(
         "kv_cache_memory_bytes",
         "log_format",
         "log_level",
+        "quantization",
         "threads",
     }
 )
