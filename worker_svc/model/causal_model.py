@@ -90,35 +90,41 @@ class CausalModel(ABC):
         """Return fp32 logits of hidden states. Shapes: hidden [S, E], returns [S, V]."""
         return self._lm_head(hidden).float()
 
-    def _attentions(
+    def _columns(
         self,
         positions: torch.Tensor,
-        kv_caches: Sequence[LayerCache],
         slot_mappings: Sequence[torch.Tensor],
         block_tables: Sequence[torch.Tensor],
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
-    ) -> list[StepAttention]:
-        """Return each layer's attention in this step; layers of a KV group share one."""
-        by_layer: dict[int, StepAttention] = {}
-        for group, frequencies, slot_mapping, tables in zip(
-            self._groups, self._inverse_frequencies, slot_mappings, block_tables, strict=True
-        ):
-            attention = self._operations.begin(
-                StepColumns(
-                    positions,
-                    slot_mapping,
-                    tables,
-                    seq_lens,
-                    query_start_loc,
-                    group.window,
-                    self.config.attention_scale,
-                ),
-                frequencies,
-                kv_caches[group.layers[0]],
+    ) -> list[StepColumns]:
+        """Return the columns of a step, for each KV group."""
+        return [
+            StepColumns(
+                positions,
+                slot_mapping,
+                tables,
+                seq_lens,
+                query_start_loc,
+                group.window,
+                self.config.attention_scale,
             )
-            by_layer |= dict.fromkeys(group.layers, attention)
-        return [by_layer[layer] for layer in range(len(kv_caches))]
+            for group, slot_mapping, tables in zip(
+                self.config.kv_groups, slot_mappings, block_tables, strict=True
+            )
+        ]
+
+    def _attentions(
+        self, columns: Sequence[StepColumns], kv_caches: Sequence[LayerCache]
+    ) -> list[StepAttention]:
+        """Return each layer's attention in a step; layers of a KV group share one."""
+        groups = [
+            self._operations.begin(of_group, frequencies, kv_caches[group.layers[0]])
+            for of_group, frequencies, group in zip(
+                columns, self._inverse_frequencies, self.config.kv_groups, strict=True
+            )
+        ]
+        return [groups[self._group_of_layer[layer]] for layer in range(self.config.num_layers)]
 
     def _norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor

@@ -165,6 +165,13 @@ class Loader:
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
         return self.linear(parts, config.hidden_size, has_bias=config.mlp_bias)
 
+    def gated(self, name: str) -> Linear:
+        """Return silu(gate) * up of an MLP as one layer, [E] to [intermediate]."""
+        config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
+        parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
+        weight, bias = self._parameters(parts, config.hidden_size, has_bias=config.mlp_bias)
+        return self._counted(self.operations.gated_linear(weight, bias), weight)
+
     def down(self, name: str) -> Linear:
         """Return what brings an MLP back to hidden states."""
         inner = self._shard.columns(self._whole.intermediate_size)
@@ -192,14 +199,23 @@ class Loader:
 
     def linear(self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another."""
+        weight, bias = self._parameters(parts, columns, has_bias=has_bias)
+        return self._packed(weight, bias)
+
+    def _parameters(
+        self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias of matrices above one another."""
         dtype = self._weight_dtype
         tensors = [self._read(f"{name}.weight", (rows, columns), dtype) for name, rows in parts]
         bias = self._biases(parts) if has_bias else None
-        return self._packed(self._place(tensors, dtype), bias)
+        return self._place(tensors, dtype), bias
 
     def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Make a linear layer. One that says what it takes replaces what was counted."""
-        linear = self.operations.linear(weight, bias)
+        return self._counted(self.operations.linear(weight, bias), weight)
+
+    def _counted(self, linear: Linear, weight: torch.Tensor) -> Linear:
+        """Count what a linear layer takes, if it says so, in place of its weight."""
         if isinstance(linear, QuantisedLinear):
             self.weight_bytes += linear.num_bytes - weight.nbytes
         return linear

@@ -1,5 +1,6 @@
 """A model's operations as Triton kernels, on a GPU: nothing here waits for the device."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,15 @@ from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rotary import Store, rotary
 from kernels.silu_and_mul import silu_and_mul
-from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
+from worker_svc.model.operations import (
+    LayerCache,
+    LayerParts,
+    LayerStack,
+    Linear,
+    StackShape,
+    StepAttention,
+    StepColumns,
+)
 from worker_svc.model.torch_operations import TorchLinear, gelu_and_mul, norm_heads
 
 
@@ -26,6 +35,17 @@ class TritonOperations:
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Multiply by the weight as it is, then activate."""
+        linear = TorchLinear(weight, bias)
+        return lambda x: silu_and_mul(linear(x))
+
+    def stack(
+        self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
+    ) -> LayerStack | None:
+        """None: a graph makes one launch of them, whatever they are."""
+        return None
 
     def rms_norm(
         self,

@@ -13,7 +13,7 @@ from worker_svc.errors import ModelError
 from worker_svc.model.llama import Llama
 from worker_svc.model.operations import Linear
 from worker_svc.model.safetensors_weights import SafetensorsWeights
-from worker_svc.model.torch_operations import TorchLinear
+from worker_svc.model.torch_operations import TorchGatedLinear, TorchLinear
 from worker_svc.model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -21,6 +21,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def matrix(linear: Linear) -> torch.Tensor:
+    if isinstance(linear, TorchGatedLinear):
+        linear = linear.linear
     assert isinstance(linear, TorchLinear)
     return linear.weight
 
