@@ -110,7 +110,7 @@ class CausalModel(ABC):
                 self.config.attention_scale,
             )
             for group, slot_mapping, tables in zip(
-                self.config.kv_groups, slot_mappings, block_tables, strict=True
+                self._groups, slot_mappings, block_tables, strict=True
             )
         ]
 
@@ -118,13 +118,13 @@ class CausalModel(ABC):
         self, columns: Sequence[StepColumns], kv_caches: Sequence[LayerCache]
     ) -> list[StepAttention]:
         """Return each layer's attention in a step; layers of a KV group share one."""
-        groups = [
-            self._operations.begin(of_group, frequencies, kv_caches[group.layers[0]])
-            for of_group, frequencies, group in zip(
-                columns, self._inverse_frequencies, self.config.kv_groups, strict=True
-            )
-        ]
-        return [groups[self._group_of_layer[layer]] for layer in range(self.config.num_layers)]
+        by_layer: dict[int, StepAttention] = {}
+        for of_group, frequencies, group in zip(
+            columns, self._inverse_frequencies, self._groups, strict=True
+        ):
+            attention = self._operations.begin(of_group, frequencies, kv_caches[group.layers[0]])
+            by_layer |= dict.fromkeys(group.layers, attention)
+        return [by_layer[layer] for layer in range(len(kv_caches))]
 
     def _norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor
