@@ -87,7 +87,7 @@ class WorkerSettings(BaseSettings):
     """Address at which the other ranks of a group reach this worker. Not for the public."""
 
     device: Annotated[str, AfterValidator(_device)] = "auto"
-    """auto (CUDA if there is any), cpu, cuda or cuda:N."""
+    """auto (CUDA if there is any), cpu, cuda (any GPU that no other rank has) or cuda:N."""
 
     dtype: ElementTypeName = "auto"
     """Type of weights and activations. auto: bfloat16 where the device computes in it."""

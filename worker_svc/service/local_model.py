@@ -18,7 +18,7 @@ from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
 from worker_svc.service.backends import check_block_size, choose_operations
-from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.devices import choose_dtype, describe_device, usable_devices
 from worker_svc.service.load_progress import LoadProgress
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import CacheLimits, StepRunner
@@ -53,7 +53,8 @@ class LocalModel:
         self._path = Path(settings.model_path)
         if not self._path.exists():
             raise ConfigError(f"model_path is {settings.model_path!r}, where nothing is")
-        self._torch_device = choose_device(settings.device)
+        usable = usable_devices(settings.device)
+        self._torch_device = usable[0]
         self._dtype = choose_dtype(settings.dtype, self._torch_device)
         if settings.quantization != "none" and self._torch_device.type != "cpu":
             raise ConfigError(
@@ -70,7 +71,8 @@ class LocalModel:
         self._log = log
         self._loaded: LoadedModel | None = None
         self._ranks: OtherRanks | None = None
-        self.device = describe_device(self._torch_device)
+        self._usable = tuple((describe_device(device), device) for device in usable)
+        self.device = self._usable[0][0]
         self.model = worker_pb2.ModelFacts(
             fingerprint=model_fingerprint(self._path, settings.quantization),
             architecture=config.architecture,
@@ -88,6 +90,19 @@ class LocalModel:
                 for group in config.kv_groups
             ],
         )
+
+    @property
+    def devices(self) -> tuple[worker_pb2.Device, ...]:
+        """As `ModelHost.devices`."""
+        if self._loaded is not None:
+            return (self.device,)
+        return tuple(device for device, _ in self._usable)
+
+    def use(self, uuid: str) -> None:
+        """As `ModelHost.use`."""
+        for device, torch_device in self._usable:
+            if device.uuid == uuid:
+                self.device, self._torch_device = device, torch_device
 
     def load(self, ranks: OtherRanks | None = None) -> None:
         """Choose an attention backend and read the weights, unless they are in memory.
