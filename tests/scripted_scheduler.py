@@ -39,6 +39,20 @@ def plan(step_id: int, **changes: Any) -> worker_pb2.StepPlan:
     return worker_pb2.StepPlan(step_id=step_id, **(settings | changes))
 
 
+def admitted(row: int, **changes: object) -> worker_pb2.AdmittedRow:
+    """Return a row of one token, to be run."""
+    tokens = (1).to_bytes(4, "little")
+    return worker_pb2.AdmittedRow(
+        row=row,
+        request_id=f"r{row}",
+        tokens=tokens,
+        num_prompt_tokens=1,
+        num_new_tokens=1,
+        block_tables=[tokens],
+        **changes,  # type: ignore[arg-type]
+    )
+
+
 class Connection:
     """One `Join` call, from the scheduler's side."""
 

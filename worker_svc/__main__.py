@@ -58,6 +58,7 @@ def _local_settings(settings: WorkerSettings) -> LocalSettings:
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
         attention_backend=settings.attention_backend,
+        quantization=settings.quantization,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         num_gpu_blocks_override=settings.num_gpu_blocks_override,

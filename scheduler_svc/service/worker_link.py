@@ -97,8 +97,8 @@ class WorkerLink:
         self._heartbeat_s: float = ack.heartbeat_s
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
-        self._silence_due = self._heard_at + MISSED_HEARTBEATS * self._heartbeat_s
-        self._silence_timer = self._loop.call_at(self._silence_due, self._check_silence)
+        self._look_at = self._heard_at + self._heartbeat_s
+        self._silence_timer = self._loop.call_at(self._look_at, self._check_silence)
 
     @property
     def ending(self) -> Ending | None:
@@ -233,14 +233,15 @@ class WorkerLink:
         self._owner.worker_gone(self, reason)
 
     def _check_silence(self) -> None:
+        """Look once a heartbeat, so that a sleep of this very process shows as a late look."""
         limit = MISSED_HEARTBEATS * self._heartbeat_s
         now = self._loop.time()
-        late, due = now - self._silence_due, self._heard_at + limit
-        if now >= due:
-            if late < self._heartbeat_s:
-                self.fail(grpc.StatusCode.ABORTED, f"no heartbeat for {now - self._heard_at:.1f} s")
-                return
-            # This loop slept as well: what the worker said may still lie in its socket.
-            due = now + self._heartbeat_s
-        self._silence_due = due
-        self._silence_timer = self._loop.call_at(due, self._check_silence)
+        if now - self._look_at >= self._heartbeat_s / 2:
+            # Stopped, or starved: what the worker said may still lie in its socket, and who was
+            # stopped with us has said nothing yet.
+            self._heard_at = max(self._heard_at, now - limit + self._heartbeat_s)
+        if now - self._heard_at >= limit:
+            self.fail(grpc.StatusCode.ABORTED, f"no heartbeat for {now - self._heard_at:.1f} s")
+            return
+        self._look_at = min(now + self._heartbeat_s, self._heard_at + limit)
+        self._silence_timer = self._loop.call_at(self._look_at, self._check_silence)

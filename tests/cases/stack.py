@@ -138,6 +138,7 @@ class RecordingHost:
 
     def make_runner(self, limits: CacheLimits) -> tuple[RecordingRunner, MemoryReport]:
         runner, report = self._model.make_runner(limits)
+        assert isinstance(runner, ModelRunner)
         for layer in runner.kv_cache.layers:
             for cache in layer:
                 cache.fill_(float("nan"))

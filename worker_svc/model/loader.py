@@ -6,9 +6,10 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 from torch.nn import functional
 
+from kernels.quantised_linear import QuantisedLinear
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.experts import Expert, Experts
-from worker_svc.model.gguf_weights import ROPE_DIVISORS
+from worker_svc.model.gguf_names import ROPE_DIVISORS
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Operations
 from worker_svc.model.other_ranks import GatheredHead, NoOtherRanks, OtherRanks, SummedLinear
@@ -18,6 +19,9 @@ Size: TypeAlias = int | Extent
 """Of a dimension: all of it, or a part."""
 
 LayerT = TypeVar("LayerT")
+
+Progress: TypeAlias = Callable[[int, int], None]
+"""Is told how many tensors of how many have been read."""
 
 
 class TensorSource(Protocol):
@@ -32,8 +36,11 @@ class TensorSource(Protocol):
         """Return the shape of one of them."""
         ...
 
-    def read(self, name: str, *parts: range) -> torch.Tensor:
-        """Return one of them, or a part of its first dimensions."""
+    def read(self, name: str, dtype: torch.dtype, *parts: range) -> torch.Tensor:
+        """Return one of them, or a part of its first dimensions.
+
+        In `dtype` or, where that costs nothing, as it is.
+        """
         ...
 
 
@@ -56,6 +63,7 @@ class Loader:
         device: torch.device,
         operations: Operations,
         ranks: OtherRanks | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Take the part of one of several ranks, if there are others.
 
@@ -63,6 +71,8 @@ class Loader:
         """
         self._source = source
         self._left = set(source.names)
+        self._num_tensors = len(self._left)
+        self._progress = progress
         self._ranks = ranks or NoOtherRanks()
         shard = self._shard = self._ranks.shard
         heads = shard.heads(config)
@@ -73,6 +83,7 @@ class Loader:
         self._dtype = dtype
         self._device = device
         self.operations = operations
+        self._weight_dtype = operations.weight_dtype or dtype
         self.weight_bytes = 0
 
     def layers(self, load: Callable[["Loader", str, int], LayerT]) -> tuple[LayerT, ...]:
@@ -94,30 +105,38 @@ class Loader:
         mine = shard.vocab(config.vocab_size)
         if config.tie_word_embeddings:
             self._left.discard("lm_head.weight")
-            weight = embedding[mine.mine.start : mine.mine.stop]
+            weight = self._head_of(embedding, mine)
         else:
-            weight = self.take("lm_head.weight", mine, config.hidden_size)
+            shape = (mine, config.hidden_size)
+            tensor = self._read("lm_head.weight", shape, self._weight_dtype)
+            weight = self._place([tensor], self._weight_dtype)
         if shard.is_whole:
-            return self.operations.linear(weight, None)
+            return self._packed(weight, None)
         # Logits are gathered in parts of one size.
         missing = shard.vocab_width(config.vocab_size) - len(weight)
         padded = functional.pad(weight, (0, 0, 0, missing))
-        head = self.operations.linear(padded, None)
+        head = self._packed(padded, None)
         return GatheredHead(head, self._ranks, config.vocab_size)
+
+    def _head_of(self, embedding: torch.Tensor, mine: Extent) -> torch.Tensor:
+        """Return this rank's part of an embedding that is the head, too."""
+        rows = mine.mine
+        if self._weight_dtype == self._dtype:
+            return embedding[rows.start : rows.stop]
+        tensor = self._source.read("model.embed_tokens.weight", self._weight_dtype, rows)
+        return self._place([tensor], self._weight_dtype)
 
     def rope_divisors(self) -> torch.Tensor:
         """Return what a GGUF file says to divide the rotary frequencies by. [D / 2] fp32."""
         num_pairs = self.config.head_dim // 2
         if ROPE_DIVISORS in self._left:
-            return self._read(ROPE_DIVISORS, [num_pairs])
+            return self._read(ROPE_DIVISORS, [num_pairs], torch.float32)
         return torch.ones(num_pairs)
 
     def norm(self, name: str, size: int) -> torch.Tensor:
         """Return what a norm multiplies by."""
-        weight = self._read(f"{name}.weight", [size])
-        if self.config.norm_offset:
-            weight = weight.float() + self.config.norm_offset
-        return self._place([weight])
+        weight = self._read(f"{name}.weight", [size], torch.float32)
+        return self._place([weight.float() + self.config.norm_offset])
 
     def head_norms(self, name: str) -> torch.Tensor:
         """Return what the norms of queries and keys multiply by. Shape: [H + G, D]."""
@@ -146,6 +165,13 @@ class Loader:
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
         return self.linear(parts, config.hidden_size, has_bias=config.mlp_bias)
 
+    def gated(self, name: str) -> Linear:
+        """Return silu(gate) * up of an MLP as one layer, [E] to [intermediate]."""
+        config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
+        parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
+        weight, bias = self._parameters(parts, config.hidden_size, has_bias=config.mlp_bias)
+        return self._counted(self.operations.gated_linear(weight, bias), weight)
+
     def down(self, name: str) -> Linear:
         """Return what brings an MLP back to hidden states."""
         inner = self._shard.columns(self._whole.intermediate_size)
@@ -173,8 +199,26 @@ class Loader:
 
     def linear(self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another."""
-        weight = self._fuse(parts, "weight", [columns])
-        return self.operations.linear(weight, self._fuse(parts, "bias") if has_bias else None)
+        weight, bias = self._parameters(parts, columns, has_bias=has_bias)
+        return self._packed(weight, bias)
+
+    def _parameters(
+        self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias of matrices above one another."""
+        dtype = self._weight_dtype
+        tensors = [self._read(f"{name}.weight", (rows, columns), dtype) for name, rows in parts]
+        bias = self._biases(parts) if has_bias else None
+        return self._place(tensors, dtype), bias
+
+    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        return self._counted(self.operations.linear(weight, bias), weight)
+
+    def _counted(self, linear: Linear, weight: torch.Tensor) -> Linear:
+        """Count what a linear layer takes, if it says so, in place of its weight."""
+        if isinstance(linear, QuantisedLinear):
+            self.weight_bytes += linear.num_bytes - weight.nbytes
+        return linear
 
     def _summed(
         self, parts: Sequence[tuple[str, Size]], columns: Extent, *, has_bias: bool
@@ -191,13 +235,14 @@ class Loader:
         """Return one tensor as it is, or this rank's part, in our dtype on our device."""
         return self._place([self._read(name, shape)])
 
-    def _fuse(
-        self, parts: Sequence[tuple[str, Size]], kind: str, columns: Sequence[Size] = ()
-    ) -> torch.Tensor:
-        """Put tensors of one kind, each of the rows given, above one another."""
-        return self._place([self._read(f"{name}.{kind}", (rows, *columns)) for name, rows in parts])
+    def _biases(self, parts: Sequence[tuple[str, Size]]) -> torch.Tensor:
+        """Put biases, each of the rows given, above one another."""
+        return self._place([self._read(f"{name}.bias", (rows,)) for name, rows in parts])
 
-    def _read(self, name: str, shape: Sequence[Size]) -> torch.Tensor:
+    def _read(
+        self, name: str, shape: Sequence[Size], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        dtype = dtype or self._dtype
         if name not in self._left:
             raise ModelError(f"tensor {name} is missing")
         self._left.remove(name)
@@ -205,15 +250,20 @@ class Loader:
         found, wanted = self._source.shape(name), [extent.whole for extent in extents]
         if found != wanted:
             raise ModelError(f"tensor {name} is {found}, must be {wanted}")
-        if all(extent.is_whole for extent in extents):
-            return self._source.read(name)
-        return self._source.read(name, *(extent.mine for extent in extents))
+        whole = all(extent.is_whole for extent in extents)
+        parts = () if whole else tuple(extent.mine for extent in extents)
+        tensor = self._source.read(name, dtype, *parts)
+        if self._progress is not None:
+            self._progress(self._num_tensors - len(self._left), self._num_tensors)
+        return tensor
 
-    def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _place(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Copy into memory of our own: what was read may be a view of a file."""
         num_rows = sum(len(tensor) for tensor in tensors)
         shape = (num_rows, *tensors[0].shape[1:])
-        target = torch.empty(shape, dtype=self._dtype, device=self._device)
+        target = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         start = 0
         for tensor in tensors:
             target[start : start + len(tensor)].copy_(tensor)

@@ -68,7 +68,7 @@ class SafetensorsWeights:
         """Return the shape of one tensor. It must be among `names`."""
         return self._files[name].get_slice(name).get_shape()
 
-    def read(self, name: str, *parts: range) -> torch.Tensor:
+    def read(self, name: str, _dtype: torch.dtype, *parts: range) -> torch.Tensor:
         """Return one tensor, or a part of its first dimensions, in the dtype of the file.
 
         It must be among `names`. What is not asked for is not read.

@@ -9,7 +9,7 @@ import torch
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.checkpoint import open_checkpoint
 from worker_svc.model.families import FAMILIES
-from worker_svc.model.loader import Loader
+from worker_svc.model.loader import Loader, Progress
 from worker_svc.model.operations import Operations
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.model.torch_operations import TorchOperations
@@ -33,6 +33,7 @@ def load_model(
     device: torch.device,
     operations: Operations | None = None,
     ranks: OtherRanks | None = None,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
 
@@ -45,7 +46,7 @@ def load_model(
     operations = operations or TorchOperations()
     config, source = open_checkpoint(path)
     with source as tensors:
-        loader = Loader(tensors, config, dtype, device, operations, ranks)
+        loader = Loader(tensors, config, dtype, device, operations, ranks, progress)
         model = FAMILIES[config.family](loader)
         loader.finish()
     seconds = time.perf_counter() - started

@@ -66,7 +66,7 @@ class RunnerLimits:
 
 
 def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner, MemoryReport]:
-    """Give a loaded model an empty cache, and return what runs it.
+    """Give a loaded model an empty cache, and return what runs it, step by step.
 
     The memory of an older runner counts as taken as long as there is a reference to it.
 

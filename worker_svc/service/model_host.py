@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pagemill.v1 import worker_pb2
 from worker_svc.model.other_ranks import OtherRanks
@@ -31,10 +31,26 @@ class CacheLimits:
 
 
 class StepRunner(Protocol):
-    """A loaded model with rows and a KV cache."""
+    """A loaded model with rows and a KV cache, in one thread with its processor."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Apply the plan to the rows, and run them."""
+        ...
+
+
+@runtime_checkable
+class LaunchRunner(StepRunner, Protocol):
+    """A loaded model with rows and a KV cache, on a device that computes beside this thread.
+
+    One thread launches. Another may collect, each step once, oldest first.
+    """
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Apply the plan to the rows, and have the device run them behind what it runs."""
+        ...
+
+    def collect(self, launched: Any) -> StepResult:
+        """Wait for a launched step."""
         ...
 
 

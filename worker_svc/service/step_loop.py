@@ -10,12 +10,13 @@ from worker_svc.service.model_host import StepRunner
 from worker_svc.service.plan_order import PlanOrder
 from worker_svc.service.refused_rows import RefusedRows
 from worker_svc.service.shutdown import Shutdown
+from worker_svc.service.step_answer import write_answer
 from worker_svc.service.step_stream import StepStream
 from worker_svc.service.worker_status import Phase, WorkerStatus
 
 
 class StepLoop:
-    """Runs the plans of one stream, in the thread that calls `run`."""
+    """Runs the plans of one stream, each to its end, in the thread that calls `run`."""
 
     def __init__(
         self,
@@ -68,16 +69,4 @@ class StepLoop:
         end_ns = time.monotonic_ns()
         self._status.end_step(end_ns - begin_ns)
 
-        message = wire.write_result(result, received.epoch)
-        message.timing.wait_ns = begin_ns - received.arrived_ns - received.decode_ns
-        message.timing.codec_ns = received.decode_ns + time.monotonic_ns() - end_ns
-        for row, reason in result.row_errors:
-            self._log.warning("row failed", step_id=plan.step_id, row=row, reason=reason)
-        self._log.debug(
-            "step",
-            step_id=plan.step_id,
-            admitted=[row.request_id for row in plan.admitted],
-            num_sampled=len(result.tokens),
-            ms=round((end_ns - begin_ns) / 1e6, 3),
-        )
-        return message
+        return write_answer(received, result, begin_ns, end_ns, self._log)

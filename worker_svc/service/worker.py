@@ -15,9 +15,10 @@ from worker_svc.service.backoff import LONGEST_DELAY_S, Backoff
 from worker_svc.service.exit_status import ExitStatus
 from worker_svc.service.heartbeat import HeartbeatThread
 from worker_svc.service.joining import Assignment, make_hello, read_assignment
+from worker_svc.service.launch_loop import LaunchLoop
 from worker_svc.service.logs import Logger
 from worker_svc.service.meeting import meeting
-from worker_svc.service.model_host import CacheLimits, ModelHost, StepRunner
+from worker_svc.service.model_host import CacheLimits, LaunchRunner, ModelHost, StepRunner
 from worker_svc.service.process_group import ProcessGroup
 from worker_svc.service.shutdown import Shutdown
 from worker_svc.service.step_loop import StepLoop
@@ -203,15 +204,19 @@ class Worker:
             boot_id=f"{self._boot_id:016x}",
         )
         joined_s = time.monotonic()
-        steps = StepLoop(cache.runner, self._status, self._shutdown, self._log, answers=shard.leads)
         try:
-            steps.run(stream)
+            self._loop(cache.runner, shard).run(stream)
         finally:
             self._last_joined_s = time.monotonic()
             # A scheduler that takes us and drops us at once must not be dialled in a loop.
             if self._last_joined_s - joined_s > LONGEST_DELAY_S:
                 self._backoff.reset()
         return ExitStatus.STOPPED
+
+    def _loop(self, runner: StepRunner, shard: Shard) -> StepLoop | LaunchLoop:
+        if isinstance(runner, LaunchRunner):
+            return LaunchLoop(runner, self._status, self._shutdown, self._log)
+        return StepLoop(runner, self._status, self._shutdown, self._log, answers=shard.leads)
 
     def _prepare(self, assignment: Assignment) -> tuple[_Cache, int]:
         """Return a runner, made now if there is none, and how many blocks all ranks have."""

@@ -76,14 +76,16 @@ async def serve(programs: Programs, folder: Path, announce: Callable[[str], None
 
 
 @contextlib.asynccontextmanager
-async def running(programs: Programs, folder: Path) -> AsyncIterator[str]:
+async def running(
+    programs: Programs, folder: Path, *, own_groups: bool = True
+) -> AsyncIterator[str]:
     """Run a server for the length of a block; yield its address.
 
     Logs are kept in `folder`, and shown only if a program ends that should not.
 
     Raises: CliError if the server does not come up, or ended while it was needed.
     """
-    async with Children(folder, keep_logs=True) as children:
+    async with Children(folder, keep_logs=True, own_groups=own_groups) as children:
         server = await _bring_up(children, programs)
         try:
             yield server.address

@@ -66,6 +66,7 @@ WORKER_SETTINGS = frozenset(
         "kv_cache_memory_bytes",
         "log_format",
         "log_level",
+        "quantization",
         "threads",
     }
 )

@@ -36,6 +36,7 @@ def serve(
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_dtype: options.KvCacheDtype = None,
     attention_backend: options.AttentionBackend = None,
+    quantization: options.Quantization = None,
     enable_prefix_caching: options.EnablePrefixCaching = None,
     prefix_caching_hash_algo: options.PrefixCachingHashAlgo = None,
     eviction_policy: options.EvictionPolicy = None,

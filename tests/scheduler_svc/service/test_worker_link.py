@@ -92,6 +92,20 @@ async def test_a_scheduler_that_slept_itself_gives_its_worker_another_heartbeat(
     assert "no heartbeat for" in owner.gone[0]
 
 
+async def test_a_stop_as_long_as_the_limit_costs_no_worker_that_spoke_before_it() -> None:
+    owner = Owner()
+    link = WorkerLink(hello(), worker_pb2.JoinAck(heartbeat_s=0.2), owner)
+    # The worker, stopped as well, spoke a while ago.
+    for pause_s in (0.16, 0.5, 0.62):
+        link.receive(HEARTBEAT)
+        await asyncio.sleep(0.15)
+        time.sleep(pause_s)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert owner.gone == []
+    link.close("the test is over")
+
+
 def tampered(plan: worker_pb2.StepPlan, **changes: object) -> worker_pb2.JoinRequest:
     token = StepResult(plan.step_id, np.array([1], dtype=np.int32))
     result = wire_result(token, plan.epoch)

@@ -8,23 +8,10 @@ import pytest
 
 from fake_model_host import FakeHost, running_worker
 from pagemill.v1 import worker_pb2
-from scripted_scheduler import DEADLINE_S, Connection, ScriptedScheduler
+from scripted_scheduler import DEADLINE_S, Connection, ScriptedScheduler, admitted
 from worker_svc.errors import ConfigError
 from worker_svc.runtime.step_plan import StepPlan
 from worker_svc.service.exit_status import ExitStatus
-
-
-def admitted(row: int, **changes: object) -> worker_pb2.AdmittedRow:
-    tokens = (1).to_bytes(4, "little")
-    return worker_pb2.AdmittedRow(
-        row=row,
-        request_id=f"r{row}",
-        tokens=tokens,
-        num_prompt_tokens=1,
-        num_new_tokens=1,
-        block_tables=[tokens],
-        **changes,  # type: ignore[arg-type]
-    )
 
 
 def tokens_of(connection: Connection) -> list[int]:
