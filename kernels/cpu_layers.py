@@ -27,7 +27,7 @@ def _structure(name: str, pointers: str, numbers: str, reals: str = "") -> type[
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-_Rotary = _structure(
+RotaryArguments = _structure(
     "Rotary",
     "q k v cos sin k_cache v_cache slot_mapping k_scale v_scale",
     "q_stride k_stride v_stride scale_stride T H G D dtype kv_dtype num_threads",
@@ -73,7 +73,7 @@ def rotary(
         return _rotary_in_torch(q, k, cos, sin, store)
     if T == 0:
         return None
-    arguments = _Rotary(
+    arguments = RotaryArguments(
         q=q.data_ptr(), k=k.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
         q_stride=q.stride(0), k_stride=k.stride(0), T=T, H=H, G=G, D=D,
         dtype=TYPES[q.dtype], kv_dtype=TYPES[q.dtype], num_threads=torch.get_num_threads(),

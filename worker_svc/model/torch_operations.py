@@ -1,12 +1,20 @@
 """A model's operations in plain torch: on any device, and where there is no native code."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from kernels import reference
-from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
+from worker_svc.model.operations import (
+    LayerCache,
+    LayerParts,
+    Linear,
+    StackShape,
+    StepAttention,
+    StepColumns,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,12 +29,40 @@ class TorchLinear:
         return functional.linear(x, self.weight, self.bias)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchGatedLinear:
+    """silu(gate) * up, of [gate, up] = x @ weight.T + bias."""
+
+    linear: TorchLinear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product. Shapes: x [T, in], returns [T, I]."""
+        gate, up = self.linear(x).chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
 class TorchOperations:
     """See `Operations`."""
+
+    can_be_recorded = False
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The run dtype."""
+        return None
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """As `Operations.gated_linear`."""
+        return TorchGatedLinear(TorchLinear(weight, bias))
+
+    def stack(
+        self, _layers: Sequence[LayerParts], _last_norm: torch.Tensor, _shape: StackShape
+    ) -> None:
+        """Each layer by itself."""
 
     def rms_norm(
         self,

@@ -11,6 +11,7 @@ from worker_svc.model.checkpoint import open_checkpoint
 from worker_svc.model.families import FAMILIES
 from worker_svc.model.loader import Loader, Progress
 from worker_svc.model.operations import Operations
+from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.model.torch_operations import TorchOperations
 
 
@@ -22,23 +23,31 @@ class LoadedModel:
     weight_bytes: int
     load_seconds: float
 
+    ranks: OtherRanks
+    """Who has the rest of it."""
+
 
 def load_model(
     path: Path,
     dtype: torch.dtype,
     device: torch.device,
     operations: Operations | None = None,
+    ranks: OtherRanks | None = None,
     progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
 
-    Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor.
+    With other ranks, load this rank's part; running it exchanges with them.
+
+    Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor;
+        ConfigError if there are more ranks than can have a part.
     """
     started = time.perf_counter()
     operations = operations or TorchOperations()
     config, source = open_checkpoint(path)
     with source as tensors:
-        loader = Loader(tensors, config, dtype, device, operations, progress)
+        loader = Loader(tensors, config, dtype, device, operations, ranks, progress)
         model = FAMILIES[config.family](loader)
         loader.finish()
-    return LoadedModel(model, loader.weight_bytes, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return LoadedModel(model, loader.weight_bytes, seconds, ranks or NoOtherRanks())

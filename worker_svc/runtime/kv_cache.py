@@ -1,10 +1,9 @@
 """The cache tensors, and the bytes of a block."""
 
-import math
-
 import numpy as np
 import torch
 
+from kernels.huge_pages import huge_tensor
 from worker_svc.errors import InvariantError
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import LayerCache
@@ -75,9 +74,8 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros; on a CPU in memory that is only taken when it is touched.
 
-    torch.zeros would touch gigabytes at start, which numpy leaves to the operating system.
+    torch.zeros would touch gigabytes at start, which large pages leave to the operating system.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+    return huge_tensor(shape, dtype)
