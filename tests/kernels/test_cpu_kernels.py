@@ -15,7 +15,7 @@ from commands import run as run_program
 from kernels import cpu_layers
 from kernels import reference_layers as reference
 from kernels.checks import Scales, Store
-from kernels.cpu_attention import attend
+from kernels.cpu_attention import StepAttend, attend
 from kernels.cpu_build import FLAGS, build_and_load, cache_folder
 from kernels.packed_linear import PackedLinear
 from kernels.reference_attention import quantise
@@ -29,6 +29,7 @@ UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 VARIANTS = {
     "native": (),
     "no bf16 products": ("-mno-avx512bf16",),
+    "no lookups": ("-mno-avx512vbmi",),
     "AVX2": ("-mno-avx512f",),
     "no vectors of its own": ("-mno-avx512f", "-mno-avx2", "-mno-f16c", "-mno-fma"),
 }
@@ -39,7 +40,8 @@ def variant(name: str) -> ctypes.CDLL:
     return build_and_load(cache_folder(os.environ), (*FLAGS, *VARIANTS[name]))
 
 
-variants = pytest.mark.parametrize("name", VARIANTS)
+variants = pytest.mark.parametrize("name", [name for name in VARIANTS if name != "no lookups"])
+byte_variants = pytest.mark.parametrize("name", VARIANTS)
 
 
 def run(case: Case, name: str = "native", num_threads: int = 1, *, decode: bool) -> torch.Tensor:
@@ -164,6 +166,64 @@ def test_nan_in_a_key_or_value_in_sight_is_not_swallowed(name: str, *, decode: b
                          None if decode else case.query_start_loc, case.scale,
                          code=variant(name))  # fmt: skip
             assert out[-1].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@byte_variants
+def test_every_number_of_eight_bits_is_read_as_it_is(
+    name: str, kv_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Of one token attention returns the value itself, and NaN only where it is NaN."""
+    for D in (64, 72, 256):
+        bits = torch.arange(256, dtype=torch.uint8)
+        numbers = bits.roll(D)[: 256 // D * D].view(kv_dtype).view(-1, D)
+        R = len(numbers)
+        v_cache = numbers.view(R, 1, 1, D)
+        tables = torch.arange(R, dtype=torch.int32)[:, None]
+        lengths = torch.ones(R, dtype=torch.int32)
+        q = torch.zeros(R, 3, D, dtype=dtype)
+        out = attend(q, torch.zeros_like(v_cache), v_cache, tables, lengths, None, 1.0,
+                     code=variant(name))  # fmt: skip
+        expected = numbers.to(dtype)[:, None].expand(R, 3, D)
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@byte_variants
+def test_every_number_of_eight_bits_is_multiplied_as_it_is(
+    name: str, kv_dtype: torch.dtype
+) -> None:
+    """The weight of a token, beside one with a score of 0, tells its score."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
+    numbers = numbers[numbers.float().isfinite()][:192]
+    for D in (8, 64, 192):
+        keys = torch.zeros(192, 2, 1, D).to(kv_dtype)
+        places = torch.arange(192) % D
+        keys[torch.arange(192), 0, 0, places] = numbers
+        values = torch.zeros(192, 2, 1, D).to(kv_dtype)
+        values[:, 0] = 1.0
+        q = torch.ones(192, 3, D, dtype=torch.bfloat16)
+        tables = torch.arange(192, dtype=torch.int32)[:, None]
+        out = attend(q, keys, values, tables, torch.full((192,), 2, dtype=torch.int32), None, 1.0,
+                     code=variant(name))  # fmt: skip
+        expected = numbers.float().sigmoid()[:, None, None].expand(192, 3, D)
+        torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-8)
+
+
+def test_the_layers_of_a_step_share_what_was_checked() -> None:
+    case = make_case([(40, 3), (9, 1), (0, 0)], dtype=torch.bfloat16, window=20)
+    step = StepAttend(case.block_tables, case.seq_lens, case.query_start_loc, case.scale, window=20)
+    for layer in range(3):
+        q, k, v = (x.roll(layer, -1) for x in (case.q, case.k_cache, case.v_cache))
+        expected = attend(q, k, v, case.block_tables, case.seq_lens, case.query_start_loc,
+                          case.scale, window=20)  # fmt: skip
+        assert torch.equal(step(q, k, v), expected)
+    with pytest.raises(ValueError, match="float32"):
+        step(case.q.float(), case.k_cache, case.v_cache)
+    with pytest.raises(ValueError, match="must both be"):
+        step(case.q, case.k_cache.transpose(1, 2), case.v_cache)
 
 
 def test_case_e07_a_window_holds_the_token_and_those_just_before_it() -> None:
