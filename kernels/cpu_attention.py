@@ -17,7 +17,7 @@ from kernels.cpu_build import TYPES, native_code
 from kernels.reference_attention import attention
 
 
-class _Attention(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """`Attention` of kernels/cpu/attention.h, field by field."""
 
     _fields_ = (
@@ -89,87 +89,12 @@ def attend(
             attention(q, k_cache, v_cache, block_tables, seq_lens, starts, scale,
                       window=window, soft_cap=soft_cap, scales=scales)
         )  # fmt: skip
-    arguments = _arguments(
-        q, k_cache, v_cache, block_tables, seq_lens, query_start_loc, scale,
-        window=window, soft_cap=soft_cap, scales=scales, num_threads=num_threads,
-    )  # fmt: skip
-    arguments.out = out.data_ptr()
-    _run(code, arguments)
-    return out
-
-
-class StepAttend:
-    """`attend` for the layers of one step, which differ in queries and caches only.
-
-    The first layer's call is checked as `attend` checks it; of later ones only what differs is
-    looked at. Layers whose windows, soft caps or scales differ take one object each.
-    """
-
-    def __init__(
-        self,
-        block_tables: torch.Tensor,
-        seq_lens: torch.Tensor,
-        query_start_loc: torch.Tensor | None,
-        scale: float,
-        *,
-        window: int | None = None,
-        soft_cap: float | None = None,
-        scales: Scales | None = None,
-    ) -> None:
-        self._rows = (block_tables, seq_lens, query_start_loc, scale)
-        self._window, self._soft_cap, self._scales = window, soft_cap, scales
-        self._code = native_code()
-        self._arguments: _Attention | None = None
-        self._layouts: tuple[object, ...] = ()
-
-    def __call__(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor
-    ) -> torch.Tensor:
-        """Return what `attend` does, checked anew where a layout is not the first call's.
-
-        Shapes: q [T, H, D]; caches [N, S, G, D].
-        Raises: as `attend`.
-        """
-        layouts = (
-            q.shape, q.stride(), q.dtype, k_cache.shape, k_cache.stride(), k_cache.dtype,
-            v_cache.shape, v_cache.stride(), v_cache.dtype,
-        )  # fmt: skip
-        arguments = self._arguments
-        if arguments is None or self._code is None or layouts != self._layouts:
-            return self._first(q, k_cache, v_cache, layouts)
-        out = torch.empty(q.shape, dtype=q.dtype)
-        arguments.q, arguments.out = q.data_ptr(), out.data_ptr()
-        arguments.k_cache, arguments.v_cache = k_cache.data_ptr(), v_cache.data_ptr()
-        _run(self._code, arguments)
-        return out
-
-    def _first(
-        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor,
-        layouts: tuple[object, ...],
-    ) -> torch.Tensor:  # fmt: skip
-        window, soft_cap, scales = self._window, self._soft_cap, self._scales
-        out = attend(q, k_cache, v_cache, *self._rows, window=window, soft_cap=soft_cap,
-                     scales=scales)  # fmt: skip
-        # Nothing was called for an empty step, nor was anything looked at.
-        if out.numel() and self._rows[1].numel():
-            self._layouts = layouts
-            self._arguments = _arguments(q, k_cache, v_cache, *self._rows, window=window,
-                                         soft_cap=soft_cap, scales=scales)  # fmt: skip
-        return out
-
-
-def _arguments(
-    q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, block_tables: torch.Tensor,
-    seq_lens: torch.Tensor, query_start_loc: torch.Tensor | None, scale: float, *,
-    window: int | None, soft_cap: float | None, scales: Scales | None,
-    num_threads: int | None = None,
-) -> _Attention:  # fmt: skip
-    """Return a call's arguments, but for `out`. The tensors must outlive them."""
     S, G = k_cache.shape[1:3]
-    return _Attention(
+    arguments = AttentionArguments(
         q=q.data_ptr(),
         k_cache=k_cache.data_ptr(),
         v_cache=v_cache.data_ptr(),
+        out=out.data_ptr(),
         block_tables=block_tables.data_ptr(),
         seq_lens=seq_lens.data_ptr(),
         query_start_loc=None if query_start_loc is None else query_start_loc.data_ptr(),
@@ -178,10 +103,10 @@ def _arguments(
         q_stride=q.stride(0),
         table_stride=block_tables.stride(0),
         scale_stride=0 if scales is None or scales.k.shape[0] == 1 else 1,
-        R=seq_lens.shape[0],
-        H=q.shape[1],
+        R=R,
+        H=H,
         G=G,
-        D=q.shape[2],
+        D=D,
         S=S,
         window=window or 0,
         dtype=TYPES[q.dtype],
@@ -190,11 +115,9 @@ def _arguments(
         scale=scale,
         soft_cap=soft_cap or 0.0,
     )
-
-
-def _run(code: ctypes.CDLL, arguments: _Attention) -> None:
     if code.pagemill_attention(ctypes.byref(arguments)) != 0:
         raise MemoryError("no memory for the scratch space of attention")
+    return out
 
 
 def _check_starts(q: torch.Tensor, query_start_loc: torch.Tensor, R: int) -> None:
