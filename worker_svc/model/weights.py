@@ -110,7 +110,9 @@ class _Loader:
         unknown = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
         if unknown:
             raise ModelError(f"{len(unknown)} tensors are not known, the first is {unknown[0]}")
-        return LlamaWeights(embedding, layers, norm, self._packed(lm_head, None), divisors)
+        return LlamaWeights(
+            embedding, layers, norm, self._packed(lm_head, None, is_head=True), divisors
+        )
 
     def _layer(self, name: str) -> LayerWeights:
         config = self._config
@@ -140,9 +142,11 @@ class _Loader:
         weight = self._place(tensors, self._weight_dtype)
         return self._packed(weight, self._fuse(parts, "bias") if has_bias else None)
 
-    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def _packed(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
         """Make a linear layer. One that says what it takes replaces what was counted."""
-        linear = self._operations.linear(weight, bias)
+        linear = self._operations.linear(weight, bias, is_head=is_head)
         if isinstance(linear, QuantisedLinear):
             self.weight_bytes += linear.num_bytes - weight.nbytes
         return linear
