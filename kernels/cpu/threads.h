@@ -2,25 +2,33 @@
 #pragma once
 
 #include <algorithm>
-#include <atomic>
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
 #include <new>
 
+#include "pool.h"
+
+// Calls run(unit, thread) once for each unit; threads count from 0 to num_threads - 1.
+template <class Run>
+static void over_units_with_thread(int64_t num_units, int64_t num_threads, const Run& run) {
+    num_threads = std::min(num_threads, num_units);
+    if (num_threads <= 1) {
+        for (int64_t unit = 0; unit < num_units; ++unit) run(unit, 0);
+        return;
+    }
+    Pool::shared().share(
+        num_units, num_threads,
+        [](const void* context, int64_t unit, int64_t thread) {
+            (*(const Run*)context)(unit, thread);
+        },
+        &run);
+}
+
 // Calls run(unit) once for each unit. A thread that shares its core takes fewer.
 template <class Run>
 static void over_units(int64_t num_units, int64_t num_threads, const Run& run) {
-    num_threads = std::min(num_threads, num_units);
-    if (num_threads <= 1) {
-        for (int64_t unit = 0; unit < num_units; ++unit) run(unit);
-        return;
-    }
-    std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(num_threads)
-    for (int64_t unit; (unit = next.fetch_add(1, std::memory_order_relaxed)) < num_units;) {
-        run(unit);
-    }
+    over_units_with_thread(num_units, num_threads, [&](int64_t unit, int64_t) { run(unit); });
 }
 
 // Memory in whole lines, not initialised; freed with its owner.

@@ -4,10 +4,12 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker_svc.errors import InvariantError
-from worker_svc.model.llama import Llama
+from worker_svc.model.causal_model import CausalModel
+from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.kv_cache import KVCache
@@ -27,6 +29,9 @@ from worker_svc.runtime.step_plan import (
 
 _NOT_FINITE = "the model's logits are not finite"
 
+_FAILED = np.int32(-1)
+"""What ranks are told in place of a token."""
+
 
 class Sampled(NamedTuple):
     """What rows sampled; the columns are those of StepResult."""
@@ -42,23 +47,36 @@ class ModelRunner:
 
     What the plans said is kept in rows; a token that a row samples is appended to it here, so
     the scheduler need not send it back.
+
+    Of several ranks all run every plan, on their parts of the model. Rank 0 alone samples; the
+    others append the tokens it shares, and have no results.
     """
 
-    __slots__ = ("_last_step_id", "_model", "kv_cache", "rows")
+    __slots__ = ("_last_step_id", "_model", "_ranks", "kv_cache", "rows")
 
     def __init__(
-        self, model: Llama, kv_cache: KVCache, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: CausalModel,
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        ranks: OtherRanks | None = None,
     ) -> None:
-        tables = BlockTables(
-            max_num_seqs,
-            blocks_for(max_model_len, kv_cache.block_size),
-            kv_cache.block_size,
-            last_block=kv_cache.num_blocks,
-            windowed=model.config.sliding_window is not None,
+        tables = tuple(
+            BlockTables(
+                max_num_seqs,
+                blocks_for(max_model_len, kv_cache.block_size),
+                kv_cache.block_size,
+                last_block=kv_cache.num_blocks,
+                windowed=group.window is not None,
+            )
+            for group in model.config.kv_groups
         )
         self.kv_cache = kv_cache
-        self.rows = Rows(max_num_seqs, max_model_len, (tables,), model.config.vocab_size)
+        self.rows = Rows(max_num_seqs, max_model_len, tables, model.config.vocab_size)
         self._model = model
+        self._ranks = ranks or NoOtherRanks()
         self._last_step_id = -1
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -101,13 +119,13 @@ class ModelRunner:
         )
 
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the logits of the rows that sample. Shape: [S, V]."""
+        """Return the logits of the rows that sample. Shape: [S, V]; only rank 0 can use them."""
         hidden = self._model.forward(
             inputs.token_ids,
             inputs.positions,
             self.kv_cache.layers,
-            inputs.slot_mappings[0],
-            inputs.block_tables[0],
+            inputs.slot_mappings,
+            inputs.block_tables,
             inputs.seq_lens,
             inputs.query_start_loc,
         )
@@ -118,13 +136,16 @@ class ModelRunner:
         if not len(rows):
             return Sampled(no_int32(), no_int32(), no_int32(), None)
         params, positions = self.rows.sampling, self.rows.num_tokens[rows]
-        tokens, failed = sample(logits, rows, positions, params)
+        tokens, failed = self._draw(logits, rows, positions)
         if failed.any():
             self.rows.failures.update(dict.fromkeys(rows[failed].tolist(), _NOT_FINITE))
             kept = ~failed
             logits = logits[torch.from_numpy(kept).to(logits.device)]
             rows, tokens, positions = rows[kept], tokens[kept], positions[kept]
         self.rows.append_tokens(rows, tokens)
+        if not self._ranks.shard.leads:
+            params.num_samples[rows] = 1
+            return Sampled(no_int32(), no_int32(), no_int32(), None)
         num_tokens, candidates = no_int32(), None
         if (params.num_samples[rows] > 1).any():
             tokens, num_tokens = sample_several(logits, tokens, rows, positions, params)
@@ -132,6 +153,17 @@ class ModelRunner:
         if params.num_candidates[rows].any():
             candidates = find_candidates(logits, params.num_candidates[rows])
         return Sampled(rows.astype(np.int32), tokens, num_tokens, candidates)
+
+    def _draw(
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int32Array
+    ) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
+        """Return a token for each row, and whether it failed: what rank 0 says, on every rank."""
+        if not self._ranks.shard.leads:
+            tokens = self._ranks.share_tokens(np.empty(len(rows), dtype=np.int32))
+            return tokens, tokens == _FAILED
+        tokens, failed = sample(logits, rows, positions, self.rows.sampling)
+        self._ranks.share_tokens(np.where(failed, _FAILED, tokens))
+        return tokens, failed
 
 
 def _timing(started: int, prepared: int, computed: int, ended: int) -> StepTiming:

@@ -1,6 +1,7 @@
 """The model of a path on a device of this machine, as the shell wants it."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -9,17 +10,18 @@ import torch
 
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError
+from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.fingerprint import model_fingerprint
-from worker_svc.model.model_config import read_model_config
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.memory_budget import MemoryReport
-from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
-from worker_svc.service.backends import choose_operations
-from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.backends import check_block_size, choose_operations
+from worker_svc.service.devices import choose_dtype, describe_device, usable_devices
+from worker_svc.service.load_progress import LoadProgress
 from worker_svc.service.logs import Logger
-from worker_svc.service.model_host import CacheLimits
+from worker_svc.service.model_host import CacheLimits, StepRunner
 
 QUANTIZATION_BITS: Final = {"none": 0, "int8": 8, "int4": 4}
 
@@ -51,7 +53,8 @@ class LocalModel:
         self._path = Path(settings.model_path)
         if not self._path.exists():
             raise ConfigError(f"model_path is {settings.model_path!r}, where nothing is")
-        self._torch_device = choose_device(settings.device)
+        usable = usable_devices(settings.device)
+        self._torch_device = usable[0]
         self._dtype = choose_dtype(settings.dtype, self._torch_device)
         if settings.quantization != "none" and self._torch_device.type != "cpu":
             raise ConfigError(
@@ -67,7 +70,9 @@ class LocalModel:
         self._head_dim = config.head_dim
         self._log = log
         self._loaded: LoadedModel | None = None
-        self.device = describe_device(self._torch_device)
+        self._ranks: OtherRanks | None = None
+        self._usable = tuple((describe_device(device), device) for device in usable)
+        self.device = self._usable[0][0]
         self.model = worker_pb2.ModelFacts(
             fingerprint=model_fingerprint(self._path, settings.quantization),
             architecture=config.architecture,
@@ -77,28 +82,45 @@ class LocalModel:
             max_position_embeddings=config.max_position_embeddings,
             kv_groups=[
                 worker_pb2.KvGroup(
-                    num_layers=config.num_layers,
+                    num_layers=len(group.layers),
                     num_kv_heads=config.num_kv_heads,
                     head_dim=config.head_dim,
-                    sliding_window=config.sliding_window or 0,
+                    sliding_window=group.window or 0,
                 )
+                for group in config.kv_groups
             ],
         )
 
-    def load(self) -> None:
+    @property
+    def devices(self) -> tuple[worker_pb2.Device, ...]:
+        """As `ModelHost.devices`."""
+        if self._loaded is not None:
+            return (self.device,)
+        return tuple(device for device, _ in self._usable)
+
+    def use(self, uuid: str) -> None:
+        """As `ModelHost.use`."""
+        for device, torch_device in self._usable:
+            if device.uuid == uuid:
+                self.device, self._torch_device = device, torch_device
+
+    def load(self, ranks: OtherRanks | None = None) -> None:
         """Choose an attention backend and read the weights, unless they are in memory.
 
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
         """
-        if self._loaded is None:
+        if self._loaded is None or self._ranks is not ranks:
+            # Another part than before: what is there makes room first.
+            self._loaded, self._ranks = None, ranks
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
             if bits := QUANTIZATION_BITS[self._settings.quantization]:
                 operations = QuantisedOperations(bits, self._dtype)
-            self._loaded = load_model(self._path, self._dtype, device, operations)
+            progress = LoadProgress(sys.stderr, self._log)
+            self._loaded = load_model(self._path, self._dtype, device, operations, ranks, progress)
 
-    def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:
+    def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.
 
         Raises: ConfigError if a limit does not fit the model or the memory; InvariantError
@@ -116,7 +138,15 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        return make_runner(self._loaded, runner_limits)
+        runner, report = make_runner(self._loaded, runner_limits)
+        # Ranks tell each other what was sampled, for which they wait.
+        if self._torch_device.type == "cpu" or not self._loaded.ranks.shard.is_whole:
+            return runner, report
+        check_block_size(limits.block_size)
+        # Triton takes a second to import, and a worker on a CPU has no use for it.
+        from worker_svc.runtime.device_runner import DeviceRunner  # noqa: PLC0415
+
+        return DeviceRunner.beside(self._loaded.model, runner), report
 
 
 def set_threads(num_threads: int | None) -> None:
