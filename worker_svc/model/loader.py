@@ -111,11 +111,11 @@ class Loader:
             tensor = self._read("lm_head.weight", shape, self._weight_dtype)
             weight = self._place([tensor], self._weight_dtype)
         if shard.is_whole:
-            return self._packed(weight, None)
+            return self._packed(weight, None, is_head=True)
         # Logits are gathered in parts of one size.
         missing = shard.vocab_width(config.vocab_size) - len(weight)
         padded = functional.pad(weight, (0, 0, 0, missing))
-        head = self._packed(padded, None)
+        head = self._packed(padded, None, is_head=True)
         return GatheredHead(head, self._ranks, config.vocab_size)
 
     def _head_of(self, embedding: torch.Tensor, mine: Extent) -> torch.Tensor:
@@ -211,8 +211,10 @@ class Loader:
         bias = self._biases(parts) if has_bias else None
         return self._place(tensors, dtype), bias
 
-    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return self._counted(self.operations.linear(weight, bias), weight)
+    def _packed(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
+        return self._counted(self.operations.linear(weight, bias, is_head=is_head), weight)
 
     def _counted(self, linear: Linear, weight: torch.Tensor) -> Linear:
         """Count what a linear layer takes, if it says so, in place of its weight."""

@@ -36,7 +36,9 @@ class NativeOperations:
         """The run dtype."""
         return None
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
         """Lay the weight out for the processor's products, in a copy."""
         return PackedLinear(weight, bias, memory=self._memory)
 

@@ -124,8 +124,10 @@ class Operations(Protocol):
         """In what type `linear` wants its weight. None: in the run dtype, as its bias."""
         ...
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Return a linear layer. The caller drops the weight, [out, in]."""
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
+        """Return a linear layer, or the LM head. The caller drops the weight, [out, in]."""
         ...
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

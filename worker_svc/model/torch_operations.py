@@ -51,7 +51,9 @@ class TorchOperations:
         """The run dtype."""
         return None
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
 
