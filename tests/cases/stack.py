@@ -130,7 +130,7 @@ class RecordingHost:
     def make_runner(self, limits: CacheLimits) -> tuple[RecordingRunner, MemoryReport]:
         runner, report = self._model.make_runner(limits)
         for layer in runner.kv_cache.layers:
-            for cache in layer:
+            for cache in layer[:2]:
                 cache.fill_(float("nan"))
         return RecordingRunner(runner, self.steps, self), report
 

@@ -9,9 +9,11 @@ from typing import Protocol
 
 import torch
 
+from kernels.checks import Scales
 from worker_svc.errors import ModelError
 from worker_svc.model.gguf_file import read_gguf
 from worker_svc.model.gguf_weights import ROPE_DIVISORS, GgufWeights
+from worker_svc.model.kv_scales import read_kv_scales
 from worker_svc.model.llama import LayerWeights, Llama, LlamaWeights
 from worker_svc.model.model_config import ModelConfig, config_from_gguf, read_model_config
 from worker_svc.model.operations import Linear, Operations
@@ -39,6 +41,8 @@ class LoadedModel:
     model: Llama
     weight_bytes: int
     load_seconds: float
+    kv_scales: tuple[Scales, ...] | None = None
+    """Of fp8 keys and values, layer by layer, if the checkpoint has them."""
 
 
 def load_model(
@@ -55,7 +59,8 @@ def load_model(
         loader = _Loader(tensors, config, dtype, device, operations)
         weights = loader.load()
     model = Llama(config, weights, operations)
-    return LoadedModel(model, loader.weight_bytes, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return LoadedModel(model, loader.weight_bytes, seconds, loader.kv_scales)
 
 
 def _open_source(path: Path) -> tuple[ModelConfig, AbstractContextManager[TensorSource]]:
@@ -84,6 +89,7 @@ class _Loader:
         self._device = device
         self._operations = operations
         self.weight_bytes = 0
+        self.kv_scales: tuple[Scales, ...] | None = None
 
     def load(self) -> LlamaWeights:
         """Return all parameters.
@@ -103,6 +109,10 @@ class _Loader:
         divisors = None
         if ROPE_DIVISORS in self._left:
             divisors = self._read(ROPE_DIVISORS, [config.head_dim // 2]).to(self._device)
+        self.kv_scales, known = read_kv_scales(
+            self._left, self._source.read, config.num_layers, config.num_kv_heads, self._device
+        )
+        self._left -= known
         # Old files repeat the rotary frequencies in each layer.
         unknown = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
         if unknown:

@@ -1,10 +1,12 @@
 """The cache tensors, and the bytes of a block."""
 
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from kernels.checks import Scales
 from worker_svc.errors import InvariantError
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import LayerCache
@@ -12,7 +14,7 @@ from worker_svc.runtime.step_plan import BlockCopies
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block's keys and values, over all layers."""
+    """Return the bytes of one block's keys and values, over all layers. Static scales take none."""
     per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
     return per_token * block_size
 
@@ -33,13 +35,19 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Sequence[Scales] | None = None,
     ) -> None:
+        """Make an empty cache; `scales` are those of an fp8 one, layer by layer. None: 1."""
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.layers: tuple[LayerCache, ...] = tuple(
-            (_zeros(shape, dtype, device), _zeros(shape, dtype, device))
-            for _ in range(config.num_layers)
+            LayerCache(
+                _zeros(shape, dtype, device),
+                _zeros(shape, dtype, device),
+                None if scales is None else scales[layer],
+            )
+            for layer in range(config.num_layers)
         )
 
     def copy_blocks(self, copies: BlockCopies) -> None:
@@ -56,7 +64,9 @@ class KVCache:
         if len(np.unique(dst)) < len(dst) or np.isin(src, dst).any():
             raise InvariantError(f"blocks {src} are copied to {dst}, in an order that matters")
         for layer in self.layers:
-            for cache in layer:
+            for tensor in (layer.k, layer.v):
+                # As bytes: copies of fp8 are not known everywhere.
+                cache = tensor.view(torch.uint8)
                 copied = cache.index_select(0, torch.from_numpy(src).to(cache.device))
                 cache.index_copy_(0, torch.from_numpy(dst).to(cache.device), copied)
 

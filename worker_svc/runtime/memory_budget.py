@@ -37,6 +37,18 @@ class MemoryReport:
     max_model_len: int
     """Most tokens of one request."""
 
+    longest_that_fits: int | None = None
+    """Most tokens of one request that the blocks hold, where that is less than max_model_len."""
+
+    kv_form: str = ""
+    """How keys and values are stored, in words. Empty: in the run dtype."""
+
+    plain_block_bytes: int = 0
+    """Of one block, were it stored in the run dtype."""
+
+    dtype: str = ""
+    """The run dtype's name."""
+
     @property
     def max_concurrency(self) -> float:
         """How many requests of the greatest length fit at once."""
@@ -48,15 +60,27 @@ class MemoryReport:
         return int(self.max_concurrency * self.max_model_len)
 
 
-def startup_lines(report: MemoryReport) -> tuple[str, str, str]:
+def startup_lines(report: MemoryReport) -> tuple[str, ...]:
     """Return what a worker says of its memory when it starts."""
-    return (
+    lines = (
         f"Model weights: {report.weight_bytes / GIB:.2f} GiB, "
         f"loaded in {report.load_seconds:.2f} seconds",
         f"KV cache size: {report.num_kv_tokens} tokens",
         f"Maximum concurrency for {report.max_model_len} tokens per request: "
         f"{report.max_concurrency:.2f}x",
     )
+    if report.kv_form:
+        gain = report.plain_block_bytes / report.block_bytes
+        lines += (
+            f"KV cache in {report.kv_form}: {gain:.2f}x the blocks of {report.dtype} in the same "
+            f"memory ({report.num_blocks} instead of {int(report.num_blocks / gain)})",
+        )
+    if report.longest_that_fits is not None:
+        lines += (
+            f"max_model_len is {report.max_model_len}, and the KV cache holds less: "
+            f"the longest request that fits has {report.longest_that_fits} tokens",
+        )
+    return lines
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:

@@ -7,8 +7,10 @@ import torch
 
 from worker_svc.errors import ConfigError
 from worker_svc.model.llama import Llama
+from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.weights import LoadedModel
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
+from worker_svc.runtime.kv_form import KvForm
 from worker_svc.runtime.memory_budget import (
     MemoryReport,
     blocks_for,
@@ -65,8 +67,10 @@ class RunnerLimits:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
 
 
-def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner, MemoryReport]:
-    """Give a loaded model an empty cache, and return what runs it.
+def make_runner(
+    loaded: LoadedModel, limits: RunnerLimits, form: KvForm | None = None
+) -> tuple[ModelRunner, MemoryReport]:
+    """Give a loaded model an empty cache of some form (the run dtype's), and return what runs it.
 
     The memory of an older runner counts as taken as long as there is a reference to it.
 
@@ -79,19 +83,16 @@ def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner,
             f"max_model_len is {max_model_len}, must be at most "
             f"{config.max_position_embeddings}, for which the model was made"
         )
-    bytes_of_block = block_bytes(config, limits.block_size, model.dtype)
+    form = form or KvForm(model.dtype, None, "")
+    bytes_of_block = block_bytes(config, limits.block_size, form.dtype)
+    most_held = _most_held(config, limits, max_model_len)
     num_blocks = limits.num_gpu_blocks_override
     if num_blocks is None:
-        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(model, limits)
-        most_held = None
-        if config.sliding_window is not None:
-            # A window and a step, and a block more where that begins inside one.
-            step_tokens = config.sliding_window - 1 + limits.max_num_batched_tokens
-            most_held = step_tokens + limits.block_size
+        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(model, limits, form)
         num_blocks = num_blocks_that_fit(
             cache_bytes, bytes_of_block, limits.block_size, max_model_len, most_held
         )
-    cache = KVCache(config, num_blocks, limits.block_size, model.dtype, model.device)
+    cache = KVCache(config, num_blocks, limits.block_size, form.dtype, model.device, form.scales)
     runner = ModelRunner(
         model, cache, max_num_seqs=limits.max_num_seqs, max_model_len=max_model_len
     )
@@ -102,19 +103,48 @@ def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner,
         block_size=limits.block_size,
         block_bytes=bytes_of_block,
         max_model_len=max_model_len,
+        longest_that_fits=(
+            num_blocks * limits.block_size
+            if blocks_for(most_held, limits.block_size) > num_blocks
+            else None
+        ),
+        kv_form=_describe(form),
+        plain_block_bytes=block_bytes(config, limits.block_size, model.dtype),
+        dtype=_name(model.dtype),
     )
     return runner, report
 
 
-def _measure_cache_bytes(model: Llama, limits: RunnerLimits) -> int:
+def _most_held(config: ModelConfig, limits: RunnerLimits, max_model_len: int) -> int:
+    """Return the most tokens whose blocks a request of any length holds at a time."""
+    if config.sliding_window is None:
+        return max_model_len
+    # A window and a step, and a block more where that begins inside one.
+    step_tokens = config.sliding_window - 1 + limits.max_num_batched_tokens
+    return min(max_model_len, step_tokens + limits.block_size)
+
+
+def _describe(form: KvForm) -> str:
+    """Return the form in words; empty if it is the run dtype's."""
+    if not form.origin:
+        return ""
+    scales = f" {form.scales_name}" if form.scales_name else ""
+    return f"{_name(form.dtype)}, {form.origin}{scales}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _measure_cache_bytes(model: Llama, limits: RunnerLimits, form: KvForm) -> int:
     if model.device.type == "cpu":
         return cpu_cache_bytes()
     return cuda_cache_bytes(
-        model.device, limits.gpu_memory_utilization, lambda: run_largest_step(model, limits)
+        model.device, limits.gpu_memory_utilization, lambda: run_largest_step(model, limits, form)
     )
 
 
-def run_largest_step(model: Llama, limits: RunnerLimits) -> None:
+def run_largest_step(model: Llama, limits: RunnerLimits, form: KvForm | None = None) -> None:
     """Run a step of as many rows and tokens as there may be, for its peak of memory.
 
     It writes nothing, and all rows read the same one block: the tokens' own memory is what
@@ -125,7 +155,8 @@ def run_largest_step(model: Llama, limits: RunnerLimits) -> None:
     counts[0] = limits.max_num_batched_tokens - num_rows + 1
     width = blocks_for(int(counts[0]), limits.block_size)
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    cache = KVCache(model.config, 1, limits.block_size, model.dtype, model.device)
+    form = form or KvForm(model.dtype, None, "")
+    cache = KVCache(model.config, 1, limits.block_size, form.dtype, model.device, form.scales)
     num_tokens, device = int(starts[-1]), model.device
     hidden = model.forward(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),

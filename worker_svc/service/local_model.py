@@ -11,6 +11,7 @@ from worker_svc.errors import ConfigError, InvariantError
 from worker_svc.model.fingerprint import model_fingerprint
 from worker_svc.model.model_config import read_model_config
 from worker_svc.model.weights import LoadedModel, load_model
+from worker_svc.runtime.kv_form import KV_DTYPES, KvForm, choose_kv_form
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
@@ -49,22 +50,24 @@ class LocalModel:
         self._torch_device = choose_device(settings.device)
         self._dtype = choose_dtype(settings.dtype, self._torch_device)
         dtype_name = str(self._dtype).removeprefix("torch.")
-        if settings.kv_cache_dtype not in {"auto", dtype_name}:
+        if settings.kv_cache_dtype not in {"auto", dtype_name, *KV_DTYPES}:
             raise ConfigError(
-                f"kv_cache_dtype is {settings.kv_cache_dtype!r}, must be 'auto' or the dtype "
-                f"({dtype_name!r})"
+                f"kv_cache_dtype is {settings.kv_cache_dtype!r}, must be 'auto', the dtype "
+                f"({dtype_name!r}), or one of {', '.join(KV_DTYPES)}"
             )
+        self._kv_dtype = KV_DTYPES.get(settings.kv_cache_dtype, self._dtype)
         config = read_model_config(self._path)
         self._head_dim = config.head_dim
         self._log = log
         self._loaded: LoadedModel | None = None
+        self._kv_form: KvForm | None = None
         self.device = describe_device(self._torch_device)
         self.model = worker_pb2.ModelFacts(
             fingerprint=model_fingerprint(self._path),
             architecture=config.architecture,
             vocab_size=config.vocab_size,
             dtype=dtype_name,
-            kv_dtype=dtype_name,
+            kv_dtype=str(self._kv_dtype).removeprefix("torch."),
             max_position_embeddings=config.max_position_embeddings,
             kv_groups=[
                 worker_pb2.KvGroup(
@@ -77,15 +80,18 @@ class LocalModel:
         )
 
     def load(self) -> None:
-        """Choose an attention backend and read the weights, unless they are in memory.
+        """Choose an attention backend, read the weights and find the KV scales, but only once.
 
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
         """
         if self._loaded is None:
             wanted, device = self._settings.attention_backend, self._torch_device
-            operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
+            operations = choose_operations(
+                wanted, device, self._dtype, self._head_dim, self._log, kv_dtype=self._kv_dtype
+            )
             self._loaded = load_model(self._path, self._dtype, device, operations)
+            self._kv_form = choose_kv_form(self._loaded, self._kv_dtype)
 
     def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:
         """Measure memory and make an empty cache.
@@ -105,7 +111,7 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        return make_runner(self._loaded, runner_limits)
+        return make_runner(self._loaded, runner_limits, self._kv_form)
 
 
 def set_threads(num_threads: int | None) -> None:

@@ -1,0 +1,74 @@
+"""Scales of fp8 keys for a model that brings none: measured once, on tokens that never change."""
+
+from typing import Final
+
+import torch
+
+from kernels.checks import Scales, check_scale_values
+from worker_svc.errors import ConfigError
+from worker_svc.model.llama import Llama
+from worker_svc.runtime.kv_cache import KVCache
+from worker_svc.runtime.memory_budget import blocks_for
+
+_NUM_SEQUENCES: Final = 4
+_LENGTH: Final = 128
+_BLOCK_SIZE: Final = 16
+
+HEADROOM: Final = 2.0
+"""How many times what was measured a value may be before it is clamped, at least. Floats of eight
+bits have the same precision over a wide range, so room costs little."""
+
+
+def calibrate_scales(model: Llama, dtype: torch.dtype) -> tuple[Scales, ...]:
+    """Return a scale per layer and key/value head, [G] each: the largest value fits twice.
+
+    Rounded up to a power of two. Dividing by it is exact, and runs that differ in the last bits
+    (another number of threads, other kernels) agree but where a maximum lies at its edge.
+
+    Raises: ConfigError if keys or values are not finite.
+    Cost: one step of 512 tokens.
+    """
+    largest = torch.finfo(dtype).max
+    scales = tuple(
+        Scales(_scale(layer.k, largest), _scale(layer.v, largest))
+        for layer in _run_fixed_tokens(model).layers
+    )
+    for one in scales:
+        try:
+            check_scale_values(one)
+        except ValueError as error:
+            raise ConfigError(f"kv_cache_dtype: calibration failed, {error}") from error
+    return scales
+
+
+def _scale(cache: torch.Tensor, largest: float) -> torch.Tensor:
+    """Return a scale per head. Shapes: cache [N, S, G, D], returns [G] fp32."""
+    peak = cache.float().abs().amax(dim=(0, 1, 3))
+    wanted = torch.where(peak > 0, peak * (HEADROOM / largest), torch.ones_like(peak))
+    _, exponent = torch.frexp(wanted)
+    return torch.where(wanted.isfinite(), torch.ldexp(torch.ones_like(peak), exponent), wanted)
+
+
+def _run_fixed_tokens(model: Llama) -> KVCache:
+    """Return a cache in the run dtype that holds a few sequences of scattered token ids."""
+    length = min(_LENGTH, model.config.max_position_embeddings)
+    width = blocks_for(length, _BLOCK_SIZE)
+    device = model.device
+    cache = KVCache(model.config, _NUM_SEQUENCES * width, _BLOCK_SIZE, model.dtype, device)
+    tables = torch.arange(1, _NUM_SEQUENCES * width + 1, dtype=torch.int32, device=device)
+    tables = tables.view(_NUM_SEQUENCES, width)
+    places = torch.arange(_NUM_SEQUENCES * length, device=device)
+    sequences, positions = places // length, places % length
+    blocks = tables[sequences, positions // _BLOCK_SIZE].long()
+    model.forward(
+        # Knuth's multiplicative hash (The Art of Computer Programming 3, 6.4): ids all over the
+        # vocabulary, the same on every machine.
+        token_ids=places * 2654435761 % (1 << 32) % model.config.vocab_size,
+        positions=positions,
+        kv_caches=cache.layers,
+        slot_mapping=blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE,
+        block_tables=tables,
+        seq_lens=torch.full((_NUM_SEQUENCES,), length, dtype=torch.int32, device=device),
+        query_start_loc=torch.arange(_NUM_SEQUENCES + 1, dtype=torch.int32, device=device) * length,
+    )
+    return cache
