@@ -8,11 +8,10 @@ from kernels.checks import Scales, check_scale_values
 from worker_svc.errors import ConfigError
 from worker_svc.model.llama import Llama
 from worker_svc.runtime.kv_cache import KVCache
-from worker_svc.runtime.memory_budget import blocks_for
+from worker_svc.runtime.plain_sequences import PlainSequences
 
 _NUM_SEQUENCES: Final = 4
 _LENGTH: Final = 128
-_BLOCK_SIZE: Final = 16
 
 HEADROOM: Final = 2.0
 """How many times what was measured a value may be before it is clamped, at least. Floats of eight
@@ -52,23 +51,12 @@ def _scale(cache: torch.Tensor, largest: float) -> torch.Tensor:
 def _run_fixed_tokens(model: Llama) -> KVCache:
     """Return a cache in the run dtype that holds a few sequences of scattered token ids."""
     length = min(_LENGTH, model.config.max_position_embeddings)
-    width = blocks_for(length, _BLOCK_SIZE)
-    device = model.device
-    cache = KVCache(model.config, _NUM_SEQUENCES * width, _BLOCK_SIZE, model.dtype, device)
-    tables = torch.arange(1, _NUM_SEQUENCES * width + 1, dtype=torch.int32, device=device)
-    tables = tables.view(_NUM_SEQUENCES, width)
-    places = torch.arange(_NUM_SEQUENCES * length, device=device)
-    sequences, positions = places // length, places % length
-    blocks = tables[sequences, positions // _BLOCK_SIZE].long()
-    model.forward(
-        # Knuth's multiplicative hash (The Art of Computer Programming 3, 6.4): ids all over the
-        # vocabulary, the same on every machine.
-        token_ids=places * 2654435761 % (1 << 32) % model.config.vocab_size,
-        positions=positions,
-        kv_caches=cache.layers,
-        slot_mapping=blocks * _BLOCK_SIZE + positions % _BLOCK_SIZE,
-        block_tables=tables,
-        seq_lens=torch.full((_NUM_SEQUENCES,), length, dtype=torch.int32, device=device),
-        query_start_loc=torch.arange(_NUM_SEQUENCES + 1, dtype=torch.int32, device=device) * length,
-    )
-    return cache
+    sequences = PlainSequences(model, [length] * _NUM_SEQUENCES, model.dtype)
+    # Knuth's multiplicative hash (The Art of Computer Programming 3, 6.4): ids all over the
+    # vocabulary, the same on every machine.
+    ids = [
+        place * 2654435761 % (1 << 32) % model.config.vocab_size
+        for place in range(_NUM_SEQUENCES * length)
+    ]
+    sequences.run([ids[start : start + length] for start in range(0, len(ids), length)])
+    return sequences.cache

@@ -3,12 +3,11 @@
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from worker_svc.errors import ConfigError
+from worker_svc.runtime.free_memory import available_memory_bytes
 
 GIB = 1 << 30
 
@@ -62,7 +61,7 @@ class MemoryReport:
 
 def startup_lines(report: MemoryReport) -> tuple[str, ...]:
     """Return what a worker says of its memory when it starts."""
-    lines = (
+    lines: tuple[str, ...] = (
         f"Model weights: {report.weight_bytes / GIB:.2f} GiB, "
         f"loaded in {report.load_seconds:.2f} seconds",
         f"KV cache size: {report.num_kv_tokens} tokens",
@@ -118,21 +117,6 @@ def num_blocks_that_fit(
 def cpu_cache_bytes(fraction: float = CPU_MEMORY_FRACTION) -> int:
     """Return how many bytes a CPU worker gives its cache: part of what is free, up to 4 GiB."""
     return min(int(available_memory_bytes() * fraction), MAX_CPU_BYTES)
-
-
-def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory this process may still take: of the machine, or of its container."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except OSError:
-        return available
-    if limit == "max":
-        return available
-    # Files that were read and not touched again are given up when memory is short.
-    return min(available, max(0, int(limit) - used + int(stat.get("inactive_file", 0))))
 
 
 def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable[[], None]) -> int:

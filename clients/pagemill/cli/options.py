@@ -46,7 +46,7 @@ System = Annotated[str | None, Option(help="The system message.")]
 # How a server is set. Unset: the programs' own default.
 Device = Annotated[str | None, Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")]
-KvCacheDtype = Annotated[str | None, Option(help="Of cached keys and values. auto: as dtype.")]
+KvCacheDtype = Annotated[str | None, Option(help="auto (as dtype), fp8 or fp8_e5m2.")]
 KvCacheMemoryBytes = Annotated[int | None, Option(help="Of the KV cache, whatever is free.")]
 AttentionBackend = Annotated[str | None, Option(help="Of the worker: auto, native or torch.")]
 GpuMemoryUtilization = Annotated[float | None, Option(help="Share of the device's memory.")]
