@@ -83,6 +83,7 @@ class FakeHost:
             block_size=limits.block_size,
             block_bytes=4096,
             max_model_len=limits.max_model_len,
+            blocks_per_request=-(-limits.max_model_len // limits.block_size),
         )
         return self.runners[-1], report
 

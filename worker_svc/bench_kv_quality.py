@@ -9,13 +9,13 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
 from worker_svc.errors import ConfigError
-from worker_svc.model.model_config import read_model_config
+from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.kv_cache import block_bytes
 from worker_svc.runtime.kv_form import KV_DTYPES, choose_kv_form
@@ -57,7 +57,7 @@ class Comparison:
         self._plain_logits = torch.empty(0)
 
     @torch.inference_mode()
-    def answer(self, question: Question) -> dict[str, object]:
+    def answer(self, question: Question) -> dict[str, Any]:
         """Measure one type of cache.
 
         Raises: ConfigError if the type is none, or the first question is not for `auto`.

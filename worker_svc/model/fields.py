@@ -62,6 +62,15 @@ class Fields:
             raise self._error(name, "a list of strings")
         return [str(entry) for entry in value]
 
+    def indices(self, name: str) -> list[int]:
+        """Return a list of integers from 0 on; an empty one if it is absent."""
+        value = self._value(name, [])
+        if not isinstance(value, list) or not all(
+            type(entry) is int and entry >= 0 for entry in value
+        ):
+            raise self._error(name, "a list of integers from 0 on")
+        return list(value)
+
     def group(self, name: str) -> "Fields":
         """Return a nested mapping; an empty one if it is absent."""
         value = self._value(name, {})

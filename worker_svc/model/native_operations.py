@@ -9,6 +9,7 @@ from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.packed_linear import PackedLinear
 from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
+from worker_svc.model.torch_operations import gelu_and_mul, norm_heads
 
 
 class NativeOperations:
@@ -31,6 +32,14 @@ class NativeOperations:
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """As `Operations.silu_and_mul`."""
         return cpu_layers.silu_and_mul(gate_up)
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """As `Operations.gelu_and_mul`."""
+        return gelu_and_mul(gate_up)
+
+    def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """As `Operations.norm_heads`."""
+        norm_heads(qkv, weight, eps)
 
     def begin(
         self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
@@ -64,7 +73,7 @@ class _NativeAttention:
             columns.block_tables,
             columns.seq_lens,
             columns.query_start_loc,
-            head_dim**-0.5,
+            columns.scale or head_dim**-0.5,
             window=columns.window,
             scales=scales,
         )

@@ -28,7 +28,7 @@ Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepColumns:
-    """Where a step's tokens stand, and what they may read. The same for all layers."""
+    """Where a step's tokens stand, and what they may read: the same in all layers of a KV group."""
 
     positions: torch.Tensor
     """[T] int64"""
@@ -47,6 +47,9 @@ class StepColumns:
 
     window: int | None = None
     """Tokens a token sees, itself included. None: all before it."""
+
+    scale: float | None = None
+    """Multiplies dot products of queries and keys. None: D ** -0.5."""
 
 
 class StepAttention(Protocol):
@@ -84,6 +87,20 @@ class Operations(Protocol):
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], returns [T, I]."""
+        ...
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return gelu(gate) * up, gelu by its approximation with tanh. Shapes: as silu_and_mul.
+
+        Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415).
+        """
+        ...
+
+    def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Normalise queries and keys in place, each head as `rms_norm` does; values stay.
+
+        Shapes: qkv [T, H + 2 * G, D]; weight [H + G, D].
+        """
         ...
 
     def begin(

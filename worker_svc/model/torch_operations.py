@@ -46,6 +46,14 @@ class TorchOperations:
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
 
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """As `Operations.gelu_and_mul`."""
+        return gelu_and_mul(gate_up)
+
+    def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """As `Operations.norm_heads`."""
+        norm_heads(qkv, weight, eps)
+
     def begin(
         self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
     ) -> StepAttention:
@@ -66,6 +74,7 @@ class TorchOperations:
             columns.slot_mapping,
             cos.to(dtype),
             sin.to(dtype),
+            columns.scale or cache[0].shape[-1] ** -0.5,
         )
 
 
@@ -79,6 +88,8 @@ class _TorchAttention:
     sin: torch.Tensor
     """As cos, with the sign of the half."""
 
+    scale: float
+
     def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
         """As `StepAttention.attend`."""
         k_cache, v_cache, scales = cache
@@ -89,4 +100,16 @@ class _TorchAttention:
         qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin)
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         reference.store_kv(k, v, k_cache, v_cache, self.slot_mapping, scales)
-        return reference.attend(q, k_cache, v_cache, self.reads, head_dim**-0.5, scales=scales)
+        return reference.attend(q, k_cache, v_cache, self.reads, self.scale, scales=scales)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `Operations.gelu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """As `Operations.norm_heads`."""
+    heads = qkv[:, : len(weight)]
+    heads.copy_(functional.rms_norm(heads.float(), heads.shape[-1:], None, eps) * weight)

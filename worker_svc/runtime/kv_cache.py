@@ -14,19 +14,25 @@ from worker_svc.runtime.step_plan import BlockCopies
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block's keys and values, over all layers. Static scales take none."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return per_token * block_size
+    """Return the bytes of one block's keys and values, over the layers of a KV group.
+
+    A block may serve any group, so it has room for the largest. Static scales take nothing.
+    """
+    per_layer = 2 * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return per_layer * max(len(group.layers) for group in config.kv_groups)
 
 
 class KVCache:
-    """Keys and values of all blocks, each layer's in a tensor of its own.
+    """Keys and values of all blocks.
+
+    The first layers of all KV groups share one tensor, and so on: a block belongs to one group at
+    a time, so what lies under its number is that group's, in every tensor.
 
     Shapes: layers: per layer, keys and values [num_blocks + 1, S, G, D]. Block 0 is the null
         block: never written, never read.
     """
 
-    __slots__ = ("block_size", "layers", "num_blocks")
+    __slots__ = ("_tensors", "block_size", "layers", "num_blocks")
 
     def __init__(
         self,
@@ -41,12 +47,14 @@ class KVCache:
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: tuple[LayerCache, ...] = tuple(
-            LayerCache(
-                _zeros(shape, dtype, device),
-                _zeros(shape, dtype, device),
-                None if scales is None else scales[layer],
-            )
+        groups = config.kv_groups
+        self._tensors = tuple(
+            (_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+            for _ in range(max(len(group.layers) for group in groups))
+        )
+        places = {layer: place for group in groups for place, layer in enumerate(group.layers)}
+        self.layers = tuple(
+            LayerCache(*self._tensors[places[layer]], None if scales is None else scales[layer])
             for layer in range(config.num_layers)
         )
 
@@ -63,8 +71,8 @@ class KVCache:
             raise InvariantError(f"blocks {src} are copied to {dst} of 1 to {self.num_blocks}")
         if len(np.unique(dst)) < len(dst) or np.isin(src, dst).any():
             raise InvariantError(f"blocks {src} are copied to {dst}, in an order that matters")
-        for layer in self.layers:
-            for tensor in (layer.k, layer.v):
+        for layer in self._tensors:
+            for tensor in layer:
                 # As bytes: copies of fp8 are not known everywhere.
                 cache = tensor.view(torch.uint8)
                 copied = cache.index_select(0, torch.from_numpy(src).to(cache.device))

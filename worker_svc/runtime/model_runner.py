@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from worker_svc.errors import InvariantError
-from worker_svc.model.llama import Llama
+from worker_svc.model.causal_model import CausalModel
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.kv_cache import KVCache
@@ -47,17 +47,20 @@ class ModelRunner:
     __slots__ = ("_last_step_id", "_model", "kv_cache", "rows")
 
     def __init__(
-        self, model: Llama, kv_cache: KVCache, *, max_num_seqs: int, max_model_len: int
+        self, model: CausalModel, kv_cache: KVCache, *, max_num_seqs: int, max_model_len: int
     ) -> None:
-        tables = BlockTables(
-            max_num_seqs,
-            blocks_for(max_model_len, kv_cache.block_size),
-            kv_cache.block_size,
-            last_block=kv_cache.num_blocks,
-            windowed=model.config.sliding_window is not None,
+        tables = tuple(
+            BlockTables(
+                max_num_seqs,
+                blocks_for(max_model_len, kv_cache.block_size),
+                kv_cache.block_size,
+                last_block=kv_cache.num_blocks,
+                windowed=group.window is not None,
+            )
+            for group in model.config.kv_groups
         )
         self.kv_cache = kv_cache
-        self.rows = Rows(max_num_seqs, max_model_len, (tables,), model.config.vocab_size)
+        self.rows = Rows(max_num_seqs, max_model_len, tables, model.config.vocab_size)
         self._model = model
         self._last_step_id = -1
 
@@ -106,8 +109,8 @@ class ModelRunner:
             inputs.token_ids,
             inputs.positions,
             self.kv_cache.layers,
-            inputs.slot_mappings[0],
-            inputs.block_tables[0],
+            inputs.slot_mappings,
+            inputs.block_tables,
             inputs.seq_lens,
             inputs.query_start_loc,
         )

@@ -6,8 +6,7 @@ import numpy as np
 import torch
 
 from worker_svc.errors import ConfigError
-from worker_svc.model.llama import Llama
-from worker_svc.model.model_config import ModelConfig
+from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.weights import LoadedModel
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
 from worker_svc.runtime.kv_form import KvForm
@@ -16,6 +15,7 @@ from worker_svc.runtime.memory_budget import (
     blocks_for,
     cpu_cache_bytes,
     cuda_cache_bytes,
+    longest_that_fits,
     num_blocks_that_fit,
 )
 from worker_svc.runtime.model_runner import ModelRunner
@@ -85,13 +85,17 @@ def make_runner(
         )
     form = form or KvForm(model.dtype, None, "")
     bytes_of_block = block_bytes(config, limits.block_size, form.dtype)
-    most_held = _most_held(config, limits, max_model_len)
+    step_tokens, groups = limits.max_num_batched_tokens, config.kv_groups
+
+    def needs(num_tokens: int) -> int:
+        return sum(
+            group.most_blocks(num_tokens, step_tokens, limits.block_size) for group in groups
+        )
+
     num_blocks = limits.num_gpu_blocks_override
     if num_blocks is None:
         cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(model, limits, form)
-        num_blocks = num_blocks_that_fit(
-            cache_bytes, bytes_of_block, limits.block_size, max_model_len, most_held
-        )
+        num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, max_model_len, needs)
     cache = KVCache(config, num_blocks, limits.block_size, form.dtype, model.device, form.scales)
     runner = ModelRunner(
         model, cache, max_num_seqs=limits.max_num_seqs, max_model_len=max_model_len
@@ -103,25 +107,13 @@ def make_runner(
         block_size=limits.block_size,
         block_bytes=bytes_of_block,
         max_model_len=max_model_len,
-        longest_that_fits=(
-            num_blocks * limits.block_size
-            if blocks_for(most_held, limits.block_size) > num_blocks
-            else None
-        ),
+        blocks_per_request=needs(max_model_len),
+        longest_that_fits=longest_that_fits(num_blocks, max_model_len, needs),
         kv_form=_describe(form),
         plain_block_bytes=block_bytes(config, limits.block_size, model.dtype),
         dtype=_name(model.dtype),
     )
     return runner, report
-
-
-def _most_held(config: ModelConfig, limits: RunnerLimits, max_model_len: int) -> int:
-    """Return the most tokens whose blocks a request of any length holds at a time."""
-    if config.sliding_window is None:
-        return max_model_len
-    # A window and a step, and a block more where that begins inside one.
-    step_tokens = config.sliding_window - 1 + limits.max_num_batched_tokens
-    return min(max_model_len, step_tokens + limits.block_size)
 
 
 def _describe(form: KvForm) -> str:
@@ -136,7 +128,7 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _measure_cache_bytes(model: Llama, limits: RunnerLimits, form: KvForm) -> int:
+def _measure_cache_bytes(model: CausalModel, limits: RunnerLimits, form: KvForm) -> int:
     if model.device.type == "cpu":
         return cpu_cache_bytes()
     return cuda_cache_bytes(
@@ -144,7 +136,7 @@ def _measure_cache_bytes(model: Llama, limits: RunnerLimits, form: KvForm) -> in
     )
 
 
-def run_largest_step(model: Llama, limits: RunnerLimits, form: KvForm | None = None) -> None:
+def run_largest_step(model: CausalModel, limits: RunnerLimits, form: KvForm | None = None) -> None:
     """Run a step of as many rows and tokens as there may be, for its peak of memory.
 
     It writes nothing, and all rows read the same one block: the tokens' own memory is what
@@ -157,13 +149,15 @@ def run_largest_step(model: Llama, limits: RunnerLimits, form: KvForm | None = N
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     form = form or KvForm(model.dtype, None, "")
     cache = KVCache(model.config, 1, limits.block_size, form.dtype, model.device, form.scales)
-    num_tokens, device = int(starts[-1]), model.device
+    num_tokens, device, num_groups = int(starts[-1]), model.device, len(model.config.kv_groups)
+    slot_mapping = torch.full((num_tokens,), -1, device=device)
+    block_table = torch.ones((num_rows, width), dtype=torch.int32, device=device)
     hidden = model.forward(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         kv_caches=cache.layers,
-        slot_mapping=torch.full((num_tokens,), -1, device=device),
-        block_tables=torch.ones((num_rows, width), dtype=torch.int32, device=device),
+        slot_mappings=[slot_mapping] * num_groups,
+        block_tables=[block_table] * num_groups,
         seq_lens=torch.from_numpy(counts).to(device),
         query_start_loc=torch.from_numpy(starts).to(device),
     )

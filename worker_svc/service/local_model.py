@@ -8,8 +8,8 @@ import torch
 
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError
+from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.fingerprint import model_fingerprint
-from worker_svc.model.model_config import read_model_config
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.kv_form import KV_DTYPES, KvForm, choose_kv_form
 from worker_svc.runtime.memory_budget import MemoryReport
@@ -71,11 +71,12 @@ class LocalModel:
             max_position_embeddings=config.max_position_embeddings,
             kv_groups=[
                 worker_pb2.KvGroup(
-                    num_layers=config.num_layers,
+                    num_layers=len(group.layers),
                     num_kv_heads=config.num_kv_heads,
                     head_dim=config.head_dim,
-                    sliding_window=config.sliding_window or 0,
+                    sliding_window=group.window or 0,
                 )
+                for group in config.kv_groups
             ],
         )
 

@@ -9,10 +9,12 @@ import torch
 from gguf_writer import write_tiny_gguf
 from tiny_llama import HEAD_DIM, tiny_weights
 from worker_svc.errors import ModelError
+from worker_svc.model.checkpoint import read_model_config
+from worker_svc.model.gguf_config import config_from_gguf
 from worker_svc.model.gguf_file import read_gguf
 from worker_svc.model.gguf_weights import GgufWeights
-from worker_svc.model.llama import inverse_frequencies
-from worker_svc.model.model_config import RopeScaling, config_from_gguf, read_model_config
+from worker_svc.model.model_config import RopeScaling
+from worker_svc.model.rope import inverse_frequencies
 from worker_svc.model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -67,7 +69,7 @@ def test_rope_divisors_stretch_as_llama3_does(tmp_path: Path) -> None:
     assert not torch.equal(plain, stretched)
     path = write_tiny_gguf(tmp_path / "tiny.gguf", tensors={"rope_freqs.weight": plain / stretched})
     model = load_model(path, torch.bfloat16, CPU).model
-    torch.testing.assert_close(model._inverse_frequencies, stretched)
+    torch.testing.assert_close(model._inverse_frequencies[0], stretched)
 
 
 def test_linear_scaling_is_read(tmp_path: Path) -> None:

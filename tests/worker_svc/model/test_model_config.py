@@ -7,12 +7,12 @@ import pytest
 
 from tiny_llama import write_tiny_llama
 from worker_svc.errors import ConfigError, ModelError
+from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.gguf_file import read_gguf
 from worker_svc.model.model_config import (
     KNOWN_HF_ARCHITECTURES,
     RopeScaling,
     config_from_hf,
-    read_model_config,
 )
 
 LLAMA: dict[str, object] = {

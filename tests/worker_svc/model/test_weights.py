@@ -34,9 +34,9 @@ def write_shards(directory: Path, tensors: Tensors) -> None:
 
 
 def test_projections_are_fused_in_order(tmp_path: Path) -> None:
-    weights = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model._weights
+    weights = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model
     expected = tiny_weights(0)
-    layer, name = weights.layers[1], "model.layers.1"
+    layer, name = weights._layers[1], "model.layers.1"
     rows = [HEADS * 16, KV_HEADS * 16, KV_HEADS * 16]
     for part, piece in zip("qkv", torch.split(matrix(layer.qkv), rows), strict=True):
         assert torch.equal(piece, expected[f"{name}.self_attn.{part}_proj.weight"])
@@ -55,12 +55,12 @@ def test_weights_are_counted_and_cast(tmp_path: Path) -> None:
 
 
 def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
-    one = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model._weights
+    one = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model
     (tmp_path / "model.safetensors").unlink()
     write_shards(tmp_path, tiny_weights(0))
-    many = load_model(tmp_path, torch.float32, CPU).model._weights
-    assert torch.equal(matrix(one.lm_head), matrix(many.lm_head))
-    for left, right in zip(one.layers, many.layers, strict=True):
+    many = load_model(tmp_path, torch.float32, CPU).model
+    assert torch.equal(matrix(one._lm_head), matrix(many._lm_head))
+    for left, right in zip(one._layers, many._layers, strict=True):
         assert torch.equal(matrix(left.qkv), matrix(right.qkv))
         assert torch.equal(matrix(left.down), matrix(right.down))
 

@@ -7,7 +7,9 @@ import torch
 
 from kernels.checks import Scales
 from plan_driver import PlanDriver, Sequence
+from tiny_families import write_family
 from tiny_llama import KV_HEADS, VOCAB, write_tiny_llama
+from worker_svc.bench_kv_quality import Comparison, Question
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Operations
 from worker_svc.model.torch_operations import TorchOperations
@@ -15,6 +17,7 @@ from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.kv_form import KvForm, choose_kv_form
 from worker_svc.runtime.memory_budget import startup_lines
 from worker_svc.runtime.model_runner import ModelRunner
+from worker_svc.runtime.plain_sequences import PlainSequences
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
 
 CPU = torch.device("cpu")
@@ -126,3 +129,26 @@ def test_the_same_memory_holds_more_blocks_and_the_log_says_how_many(loaded: Loa
         f"{plain.num_blocks})"
     )
     assert len(startup_lines(plain)) == 3
+
+
+@pytest.mark.parametrize("name", ["gemma3", "mistral", "mixtral"])
+def test_layers_of_several_kv_groups_have_scales_of_their_own(name: str, tmp_path: Path) -> None:
+    """Groups share tensors: what calibration reads of a layer must not be another group's."""
+    write_family(name, tmp_path)
+    loaded = load_model(tmp_path, torch.float32, CPU)
+    form = choose_kv_form(loaded, E4M3)
+    assert form.scales is not None
+    for scales, layer in zip(form.scales, range(loaded.model.config.num_layers), strict=True):
+        alone = PlainSequences(loaded.model, [40], torch.float32)
+        alone.run([[token % 60 for token in range(40)]])
+        for scale, values in zip((scales.k, scales.v), alone.stored(layer), strict=True):
+            assert (values.abs().amax(dim=(0, 1, 3)) < scale * 448).all()
+    plain = Comparison(loaded)
+    for kv_dtype in ("auto", "fp8"):
+        question = {
+            "kv_dtype": kv_dtype,
+            "prompts": [[token % 60 for token in PROMPT]],
+            "output_len": 4,
+        }
+        told = plain.answer(Question.model_validate(question))
+    assert 0 < told["logit_error_mean"] < 0.5 * told["logit_std"]

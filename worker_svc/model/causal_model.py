@@ -1,0 +1,140 @@
+"""What all model families share: an embedding in front, a head behind, attention through blocks.
+
+A family is one file beside this: what a layer holds, how it is loaded, and `forward` from top to
+bottom. Shapes stand at the end of a line, in the letters of `kernels`; E is the hidden size, V
+the vocabulary.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+
+import torch
+
+from worker_svc.model.loader import Loader
+from worker_svc.model.model_config import ModelConfig
+from worker_svc.model.operations import LayerCache, StepAttention, StepColumns
+from worker_svc.model.rope import inverse_frequencies
+
+
+class CausalModel(ABC):
+    """Runs flattened tokens of many requests through a model."""
+
+    __slots__ = (
+        "_embedding",
+        "_group_of_layer",
+        "_inverse_frequencies",
+        "_last_norm",
+        "_lm_head",
+        "_operations",
+        "config",
+    )
+
+    def __init__(self, loader: Loader) -> None:
+        """Load what stands around the layers. Raises: ModelError as `Loader` does."""
+        config = self.config = loader.config
+        self._operations = loader.operations
+        self._embedding = loader.take(
+            "model.embed_tokens.weight", config.vocab_size, config.hidden_size
+        )
+        self._last_norm = loader.norm("model.norm", config.hidden_size)
+        self._lm_head = loader.lm_head(self._embedding)
+        self._inverse_frequencies = _frequencies_of_groups(
+            config, loader.rope_divisors(), self.device
+        )
+        self._group_of_layer = {
+            layer: number for number, group in enumerate(config.kv_groups) for layer in group.layers
+        }
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of weights, hidden states and KV cache."""
+        return self._embedding.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self._embedding.device
+
+    @abstractmethod
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[LayerCache],
+        slot_mappings: Sequence[torch.Tensor],
+        block_tables: Sequence[torch.Tensor],
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return the normalised hidden state of each token, and write its keys and values.
+
+        Shapes:
+            token_ids, positions  [T]           int64
+            kv_caches             per layer, [N, S, G, D] each, written in place
+            slot_mappings         per KV group, [T] int64; -1 writes nothing
+            block_tables          per KV group, as in `StepColumns`
+            seq_lens, query_start_loc: as in `StepColumns`
+            returns               [T, E]        dtype of the weights
+
+        Invariant: in each layer all tokens store before any attends, so a request may read a
+            block that another one fills in this very step.
+        """
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return fp32 logits of hidden states. Shapes: hidden [S, E], returns [S, V]."""
+        return self._lm_head(hidden).float()
+
+    def _attentions(
+        self,
+        positions: torch.Tensor,
+        kv_caches: Sequence[LayerCache],
+        slot_mappings: Sequence[torch.Tensor],
+        block_tables: Sequence[torch.Tensor],
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+    ) -> list[StepAttention]:
+        """Return each layer's attention in this step; layers of a KV group share one."""
+        groups = [
+            self._operations.begin(
+                StepColumns(
+                    positions,
+                    slot_mapping,
+                    tables,
+                    seq_lens,
+                    query_start_loc,
+                    group.window,
+                    self.config.attention_scale,
+                ),
+                frequencies,
+                kv_caches[group.layers[0]],
+            )
+            for group, frequencies, slot_mapping, tables in zip(
+                self.config.kv_groups,
+                self._inverse_frequencies,
+                slot_mappings,
+                block_tables,
+                strict=True,
+            )
+        ]
+        return [groups[self._group_of_layer[layer]] for layer in range(self.config.num_layers)]
+
+    def _norm(
+        self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor
+    ) -> torch.Tensor:
+        """Add what the layer before has to add, if there is one, and normalise."""
+        eps = self.config.rms_norm_eps
+        if added is None:
+            return self._operations.rms_norm(hidden, weight, eps)
+        return self._operations.rms_norm(added, weight, eps, hidden)
+
+
+def _frequencies_of_groups(
+    config: ModelConfig, divisors: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, ...]:
+    """Return the rotary frequencies of each KV group's layers. Shape: [D / 2] fp32 each."""
+    full = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling) / divisors
+    local = full
+    if config.local_rope_theta is not None:
+        local = inverse_frequencies(config.head_dim, config.local_rope_theta, None)
+    return tuple((full if group.window is None else local).to(device) for group in config.kv_groups)
