@@ -46,6 +46,8 @@ def serve(
     kv_cache_metrics_sample: options.KvCacheMetricsSample = None,
     hash_seed: options.HashSeed = None,
     pipeline_depth: options.PipelineDepth = None,
+    speculation: options.Speculation = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     threads: options.Threads = None,
     worker_listen: options.WorkerListen = None,
     worker_wait: options.WorkerWait = None,
