@@ -7,7 +7,7 @@ from e2e.serving import serving
 from pagemill.client import AsyncClient, Completion
 
 # A text that the model goes on repeating.
-REPETITIVE = "one two three four five six seven eight nine ten " * 6
+REPETITIVE = "The cat sat on the mat. " * 12
 FLAGS = ("--speculation", "prompt-lookup", "--num-speculative-tokens", "4")
 
 
