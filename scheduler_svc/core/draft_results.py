@@ -109,21 +109,7 @@ def _append_verified(
     outcome: StepOutcome,
 ) -> None:
     rows, request = state.rows, state.rows.owner(row)
-    place = np.array([row], dtype=np.intp)
-    rows.num_pending[row] = len(tokens)
-    reason: FinishReason | None = None
-    for number in range(len(tokens)):
-        token = tokens[number : number + 1]
-        length = int(rows.append(place, token)[0])
-        outcome.requests.append(request)
-        outcome.tokens.append(int(token[0]))
-        state.counters.generation_tokens += 1
-        if bool(rows.stops(place, token)[0]):
-            reason = FinishReason.STOP
-        elif length >= rows.limit[row]:
-            reason = FinishReason.LENGTH
-        if reason is not None:
-            break
+    reason = _append_until_end(state, row, tokens, outcome)
     rows.num_pending[row] = 0
     rows.num_computed[row] = rows.num_tokens[row] - 1
     request.first_token_ns = request.first_token_ns or now_ns
@@ -135,6 +121,26 @@ def _append_verified(
     state.prefixes.publish_filled(pool)
     if reason is not None:
         request.last_step_id = step_id
-        note_stop_id(request, int(token[0]), reason)
+        note_stop_id(request, outcome.tokens[-1], reason)
         end(state, request, reason, now_ns)
         outcome.finished.append(request)
+
+
+def _append_until_end(
+    state: SchedulerState, row: int, tokens: Int32Array, outcome: StepOutcome
+) -> FinishReason | None:
+    """Append tokens one by one, none behind the one that ends the request; return why that ends."""
+    rows, request = state.rows, state.rows.owner(row)
+    place = np.array([row], dtype=np.intp)
+    rows.num_pending[row] = len(tokens)
+    for number in range(len(tokens)):
+        token = tokens[number : number + 1]
+        length = int(rows.append(place, token)[0])
+        outcome.requests.append(request)
+        outcome.tokens.append(int(token[0]))
+        state.counters.generation_tokens += 1
+        if bool(rows.stops(place, token)[0]):
+            return FinishReason.STOP
+        if length >= rows.limit[row]:
+            return FinishReason.LENGTH
+    return None

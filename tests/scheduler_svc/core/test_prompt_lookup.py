@@ -9,7 +9,8 @@ from scheduler_svc.core.prompt_lookup import look_up
 
 
 def drafted(tokens: list[int], count: int = 3) -> list[int]:
-    return look_up(np.array(tokens, dtype=np.int32), count).tolist()
+    found: list[int] = look_up(np.array(tokens, dtype=np.int32), count).tolist()
+    return found
 
 
 @pytest.mark.parametrize(
