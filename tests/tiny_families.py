@@ -52,7 +52,11 @@ GEMMA_ROPE = {
     "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e5},
     "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
 }
-QWEN_WINDOWS = {"use_sliding_window": True, "sliding_window": WINDOW, "max_window_layers": 1}
+QWEN_WINDOWS: dict[str, Any] = {
+    "use_sliding_window": True,
+    "sliding_window": WINDOW,
+    "max_window_layers": 1,
+}
 SEVEN_LAYERS = SHAPE | {"num_hidden_layers": 7}
 
 FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
@@ -71,12 +75,24 @@ FAMILIES: dict[str, Callable[[], PreTrainedModel]] = {
             rope_parameters=GEMMA_ROPE,
         )
     ),
+    "gemma3 as GGUF knows it": lambda: Gemma3ForCausalLM(
+        Gemma3TextConfig(**SEVEN_LAYERS, sliding_window=WINDOW, query_pre_attn_scalar=16)
+    ),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**SHAPE, num_local_experts=4)),
     "mixtral with a window": lambda: MixtralForCausalLM(
         MixtralConfig(**SHAPE, num_local_experts=4, sliding_window=WINDOW)
     ),
     "qwen3-moe": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(**SHAPE, num_experts=6, num_experts_per_tok=2, moe_intermediate_size=32)
+    ),
+    "qwen3-moe normalised": lambda: Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            **SHAPE,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            norm_topk_prob=True,
+        )
     ),
     "qwen3-moe with dense layers": lambda: Qwen3MoeForCausalLM(
         Qwen3MoeConfig(
@@ -97,8 +113,9 @@ def write_family(name: str, directory: Path, seed: int = 0) -> PreTrainedModel:
     Random initialisation leaves biases 0 and norms 1 (Gemma: 0); none of these would be missed.
     """
     torch.manual_seed(seed)
-    model = FAMILIES[name]().eval()
-    norms_begin_at = 0.0 if name == "gemma3" else 1.0
+    model = FAMILIES[name]()
+    model.eval()
+    norms_begin_at = 0.0 if name.startswith("gemma3") else 1.0
     for parameter_name, parameter in model.named_parameters():
         if parameter.dim() == 1:
             mean = 0.0 if parameter_name.endswith("bias") else norms_begin_at

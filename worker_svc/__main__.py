@@ -38,6 +38,7 @@ def _work(settings: WorkerSettings) -> ExitStatus:
                 address=settings.join,
                 secret=settings.join_secret.get_secret_value(),
                 timeout_s=settings.join_timeout,
+                rank_host=settings.rank_host,
             ),
             shutdown,
             log,

@@ -84,6 +84,9 @@ class WorkerSettings(BaseSettings):
     join_timeout: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Seconds without a scheduler after which to give up, with exit status 4. 0: never."""
 
+    rank_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address at which the other ranks of a group reach this worker. Not for the public."""
+
     device: Annotated[str, AfterValidator(_device)] = "auto"
     """auto (CUDA if there is any), cpu, cuda or cuda:N."""
 

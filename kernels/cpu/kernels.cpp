@@ -228,12 +228,24 @@ extern "C" int pagemill_rms_norm(const RmsNorm* a) {
     });
 }
 
-extern "C" int pagemill_silu_and_mul(const SiluAndMul* a) {
+extern "C" int pagemill_norm_heads(const NormHeads* a) {
     return with_type(a->dtype, [&](auto type) {
-        over_tokens(a->T, a->I, a->num_threads,
-                    [&](int64_t token) { activate_token<decltype(type)>(*a, token); });
+        over_tokens(a->T, a->H * a->D, a->num_threads,
+                    [&](int64_t token) { norm_heads_of_token<decltype(type)>(*a, token); });
     });
 }
+
+template <class Activation>
+static int activate_over(const SiluAndMul& a) {
+    return with_type(a.dtype, [&](auto type) {
+        over_tokens(a.T, a.I, a.num_threads,
+                    [&](int64_t token) { activate_token<decltype(type), Activation>(a, token); });
+    });
+}
+
+extern "C" int pagemill_silu_and_mul(const SiluAndMul* a) { return activate_over<Silu>(*a); }
+
+extern "C" int pagemill_gelu_and_mul(const SiluAndMul* a) { return activate_over<Gelu>(*a); }
 
 // Reads memory, for benchmarks: `count` numbers per thread, a multiple of 16 * W, thread by thread.
 extern "C" float pagemill_read(const float* from, int64_t count, int64_t num_threads) {

@@ -285,6 +285,31 @@ def test_norm_and_activation(
     out = torch.full(x.shape, NAN).to(dtype)
     cpu_layers.silu_and_mul(gate_up, out, code=variant(name))
     assert_rounded_once(out, reference.silu_and_mul(gate_up))
+    # Far to the left a gelu is the difference of numbers next to 1, in torch.
+    bounded = gate_up.clamp(-4, 40)
+    cpu_layers.gelu_and_mul(bounded, out, code=variant(name))
+    assert_rounded_once(out, reference.gelu_and_mul(bounded))
+
+
+@variants
+@settings(max_examples=20)
+@given(
+    tokens=st.integers(0, 4),
+    shape=st.sampled_from([(1, 8), (3, 64), (5, 100), (2, 256)]),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+)
+def test_heads_are_normalised_where_they_are(
+    name: str, tokens: int, shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    num_heads, head_dim = shape
+    wide, weight = torch.randn(tokens, num_heads + 2, head_dim), torch.randn(shape).to(dtype)
+    wide = wide.to(dtype)
+    before, heads = wide.clone(), wide[:, 1:-1]
+    expected = reference.norm_heads(heads, weight, 1e-5)
+    cpu_layers.norm_heads(heads, weight, 1e-5, code=variant(name))
+    assert_rounded_once(heads, expected)
+    assert torch.equal(wide[:, 0], before[:, 0])
+    assert torch.equal(wide[:, -1], before[:, -1])
 
 
 @settings(max_examples=40)

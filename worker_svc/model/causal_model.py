@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from worker_svc.model.layer_groups import LayerGroup
 from worker_svc.model.loader import Loader
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import LayerCache, StepAttention, StepColumns
@@ -21,7 +22,7 @@ class CausalModel(ABC):
 
     __slots__ = (
         "_embedding",
-        "_group_of_layer",
+        "_groups",
         "_inverse_frequencies",
         "_last_norm",
         "_lm_head",
@@ -38,12 +39,10 @@ class CausalModel(ABC):
         )
         self._last_norm = loader.norm("model.norm", config.hidden_size)
         self._lm_head = loader.lm_head(self._embedding)
+        self._groups = config.kv_groups
         self._inverse_frequencies = _frequencies_of_groups(
-            config, loader.rope_divisors(), self.device
+            config, self._groups, loader.rope_divisors(), self.device
         )
-        self._group_of_layer = {
-            layer: number for number, group in enumerate(config.kv_groups) for layer in group.layers
-        }
 
     @property
     def dtype(self) -> torch.dtype:
@@ -54,6 +53,12 @@ class CausalModel(ABC):
     def device(self) -> torch.device:
         """Where the weights are."""
         return self._embedding.device
+
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether `forward` and `logits` can be recorded as a graph. See `Operations`."""
+        # How many tokens an expert gets depends on the tokens.
+        return self._operations.can_be_recorded and self.config.experts is None
 
     @abstractmethod
     def forward(
@@ -95,8 +100,11 @@ class CausalModel(ABC):
         query_start_loc: torch.Tensor,
     ) -> list[StepAttention]:
         """Return each layer's attention in this step; layers of a KV group share one."""
-        groups = [
-            self._operations.begin(
+        by_layer: dict[int, StepAttention] = {}
+        for group, frequencies, slot_mapping, tables in zip(
+            self._groups, self._inverse_frequencies, slot_mappings, block_tables, strict=True
+        ):
+            attention = self._operations.begin(
                 StepColumns(
                     positions,
                     slot_mapping,
@@ -109,15 +117,8 @@ class CausalModel(ABC):
                 frequencies,
                 kv_caches[group.layers[0]],
             )
-            for group, frequencies, slot_mapping, tables in zip(
-                self.config.kv_groups,
-                self._inverse_frequencies,
-                slot_mappings,
-                block_tables,
-                strict=True,
-            )
-        ]
-        return [groups[self._group_of_layer[layer]] for layer in range(self.config.num_layers)]
+            by_layer |= dict.fromkeys(group.layers, attention)
+        return [by_layer[layer] for layer in range(len(kv_caches))]
 
     def _norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor
@@ -130,7 +131,10 @@ class CausalModel(ABC):
 
 
 def _frequencies_of_groups(
-    config: ModelConfig, divisors: torch.Tensor, device: torch.device
+    config: ModelConfig,
+    groups: Sequence[LayerGroup],
+    divisors: torch.Tensor,
+    device: torch.device,
 ) -> tuple[torch.Tensor, ...]:
     """Return the rotary frequencies of each KV group's layers. Shape: [D / 2] fp32 each."""
     full = inverse_frequencies(config.head_dim, config.rope_theta, config.rope_scaling) / divisors

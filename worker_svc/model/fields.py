@@ -23,11 +23,13 @@ class Fields:
         """Return whether the field is there and not null."""
         return self._values.get(name) is not None
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+    def count(self, name: str, default: int | None = None, *, most: int | None = None) -> int:
+        """Return a positive integer, of at most `most`."""
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._error(name, "a positive integer")
+        if most is not None and value > most:
+            raise self._error(name, f"at most {most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:

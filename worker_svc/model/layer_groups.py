@@ -41,8 +41,10 @@ def group_layers(
 
     Source: the hybrid memory layout of vLLM, `kv_cache_utils.py`.
     """
-    full = [layer for layer in range(num_layers) if window is None or layer in full_layers]
-    windowed = [layer for layer in range(num_layers) if layer not in set(full)]
+    full: list[int] = []
+    windowed: list[int] = []
+    for layer in range(num_layers):
+        (full if window is None or layer in full_layers else windowed).append(layer)
     kinds = [(None, full), (window, windowed)]
     smallest = min(len(layers) for _, layers in kinds if layers)
     size = max(smallest, -(-num_layers // _FEW_GROUPS))

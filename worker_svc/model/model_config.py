@@ -29,6 +29,9 @@ KNOWN_HF_ARCHITECTURES: Final[Mapping[str, Family]] = {
     "MixtralForCausalLM": Family.MIXTRAL,
     "Qwen3MoeForCausalLM": Family.QWEN3_MOE,
 }
+MAX_LAYERS: Final = 1024
+"""More than any model has: a bound on what one number in a file can make us do."""
+
 FULL: Final = "full_attention"
 SLIDING: Final = "sliding_attention"
 KNOWN_ROPE_SCALINGS: Final = ("default", "linear", "llama3")
@@ -169,7 +172,7 @@ def config_from_hf(values: Mapping[str, object]) -> ModelConfig:
     hidden_size = fields.count("hidden_size")
     rope, local_rope = _rope_fields(fields, family)
     max_position = fields.count("max_position_embeddings", 2048)
-    num_layers = fields.count("num_hidden_layers")
+    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
     window, full_layers = _windows(fields, architecture, num_layers)
     is_gemma = family is Family.GEMMA3
     return ModelConfig(

@@ -9,11 +9,12 @@ from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.packed_linear import PackedLinear
 from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
-from worker_svc.model.torch_operations import gelu_and_mul, norm_heads
 
 
 class NativeOperations:
     """See `Operations`."""
+
+    can_be_recorded = False
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Lay the weight out for the processor's products, in a copy."""
@@ -35,11 +36,11 @@ class NativeOperations:
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """As `Operations.gelu_and_mul`."""
-        return gelu_and_mul(gate_up)
+        return cpu_layers.gelu_and_mul(gate_up)
 
     def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """As `Operations.norm_heads`."""
-        norm_heads(qkv, weight, eps)
+        cpu_layers.norm_heads(qkv[:, : len(weight)], weight, eps)
 
     def begin(
         self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache

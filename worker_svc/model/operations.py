@@ -66,6 +66,10 @@ class StepAttention(Protocol):
 class Operations(Protocol):
     """The operations of a model, all in the run dtype."""
 
+    can_be_recorded: bool
+    """Whether a step can be recorded as a graph: nothing waits for the device, and no shape
+    depends on what a tensor holds."""
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Return a linear layer. The caller drops the weight, [out, in]."""
         ...

@@ -25,6 +25,8 @@ class TorchLinear:
 class TorchOperations:
     """See `Operations`."""
 
+    can_be_recorded = False
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)

@@ -10,8 +10,9 @@ from kernels.checks import Scales
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.checkpoint import open_checkpoint
 from worker_svc.model.families import FAMILIES
-from worker_svc.model.loader import Loader
+from worker_svc.model.loader import Loader, Progress
 from worker_svc.model.operations import Operations
+from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.model.torch_operations import TorchOperations
 
 
@@ -22,24 +23,35 @@ class LoadedModel:
     model: CausalModel
     weight_bytes: int
     load_seconds: float
+    ranks: OtherRanks
+    """Who has the rest of it."""
+
     kv_scales: tuple[Scales, ...] | None = None
     """Of fp8 keys and values, layer by layer, if the checkpoint has them."""
 
 
 def load_model(
-    path: Path, dtype: torch.dtype, device: torch.device, operations: Operations | None = None
+    path: Path,
+    dtype: torch.dtype,
+    device: torch.device,
+    operations: Operations | None = None,
+    ranks: OtherRanks | None = None,
+    progress: Progress | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
 
-    Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor.
+    With other ranks, load this rank's part; running it exchanges with them.
+
+    Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor;
+        ConfigError if there are more ranks than can have a part.
     """
     started = time.perf_counter()
     operations = operations or TorchOperations()
     config, source = open_checkpoint(path)
     with source as tensors:
-        loader = Loader(tensors, config, dtype, device, operations)
+        loader = Loader(tensors, config, dtype, device, operations, ranks, progress)
         model = FAMILIES[config.family](loader)
         kv_scales = loader.kv_scales()
         loader.finish()
     seconds = time.perf_counter() - started
-    return LoadedModel(model, loader.weight_bytes, seconds, kv_scales)
+    return LoadedModel(model, loader.weight_bytes, seconds, ranks or NoOtherRanks(), kv_scales)

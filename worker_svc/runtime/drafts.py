@@ -7,14 +7,19 @@ sampled in as many steps, greedy or not.
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker_svc.runtime.rows import Rows
-from worker_svc.runtime.sampler import sample
 from worker_svc.runtime.step_plan import Candidates, Int32Array, Int64Array, StepResult
+
+Draw: TypeAlias = Callable[
+    [torch.Tensor, Int64Array, Int32Array], tuple[Int32Array, npt.NDArray[np.bool_]]
+]
+"""Samples for rows at positions, as `sampler.sample` does: the tokens, and which failed."""
 
 
 class Verified(NamedTuple):
@@ -32,12 +37,13 @@ class Verified(NamedTuple):
 
 def verify_drafts(
     logits_of: Callable[[torch.Tensor], torch.Tensor],
+    draw: Draw,
     hidden: torch.Tensor,
     rows: Rows,
     running: Int64Array,
     reason: str,
 ) -> Verified | None:
-    """Sample for the rows with drafts, and append to each what it keeps; None if there are none.
+    """Draw for the rows with drafts, and append to each what it keeps; None if there are none.
 
     A row whose logits are no numbers fails, for `reason`.
 
@@ -54,7 +60,7 @@ def verify_drafts(
     sources = np.repeat(numbers, counts)
     positions = (rows.num_tokens[sources] + nth).astype(np.int32)
     logits = logits_of(hidden[torch.from_numpy(places).to(hidden.device)])
-    drawn, failed = sample(logits, sources, positions, rows.sampling)
+    drawn, failed = draw(logits, sources, positions)
     kept_rows: list[int] = []
     kept: list[Int32Array] = []
     start = 0

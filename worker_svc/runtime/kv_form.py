@@ -7,6 +7,7 @@ from typing import Final
 import torch
 
 from kernels.checks import FP8, Scales
+from worker_svc.errors import ConfigError
 from worker_svc.model.weights import LoadedModel
 from worker_svc.runtime.kv_calibration import calibrate_scales
 
@@ -54,6 +55,11 @@ def choose_kv_form(loaded: LoadedModel, dtype: torch.dtype) -> KvForm:
         return KvForm(dtype, None, "no scales")
     if loaded.kv_scales is not None:
         return KvForm(dtype, loaded.kv_scales, "static scales of the checkpoint")
-    return KvForm(
-        dtype, calibrate_scales(loaded.model, dtype), "static scales per head, calibrated"
-    )
+    if not loaded.ranks.shard.is_whole:
+        # Ranks that come back one by one would wait for each other in the middle of a step.
+        raise ConfigError(
+            "kv_cache_dtype is fp8 and the checkpoint has no scales: with tensor parallelism it "
+            "must be auto or fp8_e5m2"
+        )
+    scales = calibrate_scales(loaded.model, dtype)
+    return KvForm(dtype, scales, "static scales per head, calibrated")

@@ -94,11 +94,17 @@ def make_runner(
 
     num_blocks = limits.num_gpu_blocks_override
     if num_blocks is None:
-        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(model, limits, form)
+        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(loaded, limits, form)
         num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, max_model_len, needs)
+    # Each rank has its part of every block, so all have as many as the one with the least room.
+    num_blocks = loaded.ranks.least(num_blocks)
     cache = KVCache(config, num_blocks, limits.block_size, form.dtype, model.device, form.scales)
     runner = ModelRunner(
-        model, cache, max_num_seqs=limits.max_num_seqs, max_model_len=max_model_len
+        model,
+        cache,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=max_model_len,
+        ranks=loaded.ranks,
     )
     report = MemoryReport(
         weight_bytes=loaded.weight_bytes,
@@ -128,12 +134,18 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _measure_cache_bytes(model: CausalModel, limits: RunnerLimits, form: KvForm) -> int:
+def _measure_cache_bytes(loaded: LoadedModel, limits: RunnerLimits, form: KvForm) -> int:
+    model = loaded.model
     if model.device.type == "cpu":
-        return cpu_cache_bytes()
-    return cuda_cache_bytes(
-        model.device, limits.gpu_memory_utilization, lambda: run_largest_step(model, limits, form)
-    )
+        # As far as anybody knows, the ranks share one machine's memory.
+        return cpu_cache_bytes() // loaded.ranks.shard.world_size
+    # Others may have their cache already, and do not run this step with us.
+    with loaded.ranks.apart():
+        return cuda_cache_bytes(
+            model.device,
+            limits.gpu_memory_utilization,
+            lambda: run_largest_step(model, limits, form),
+        )
 
 
 def run_largest_step(model: CausalModel, limits: RunnerLimits, form: KvForm | None = None) -> None:

@@ -1,6 +1,7 @@
 """The model of a path on a device of this machine, as the shell wants it."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,15 +11,16 @@ from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError
 from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.fingerprint import model_fingerprint
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.kv_form import KV_DTYPES, KvForm, choose_kv_form
 from worker_svc.runtime.memory_budget import MemoryReport
-from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
-from worker_svc.service.backends import choose_operations
+from worker_svc.service.backends import check_block_size, choose_operations
 from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.load_progress import LoadProgress
 from worker_svc.service.logs import Logger
-from worker_svc.service.model_host import CacheLimits
+from worker_svc.service.model_host import CacheLimits, StepRunner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,7 @@ class LocalModel:
         self._log = log
         self._loaded: LoadedModel | None = None
         self._kv_form: KvForm | None = None
+        self._ranks: OtherRanks | None = None
         self.device = describe_device(self._torch_device)
         self.model = worker_pb2.ModelFacts(
             fingerprint=model_fingerprint(self._path),
@@ -80,21 +83,24 @@ class LocalModel:
             ],
         )
 
-    def load(self) -> None:
+    def load(self, ranks: OtherRanks | None = None) -> None:
         """Choose an attention backend, read the weights and find the KV scales, but only once.
 
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
         """
-        if self._loaded is None:
+        if self._loaded is None or self._ranks is not ranks:
+            # Another part than before: what is there makes room first.
+            self._loaded, self._ranks = None, ranks
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(
                 wanted, device, self._dtype, self._head_dim, self._log, kv_dtype=self._kv_dtype
             )
-            self._loaded = load_model(self._path, self._dtype, device, operations)
+            progress = LoadProgress(sys.stderr, self._log)
+            self._loaded = load_model(self._path, self._dtype, device, operations, ranks, progress)
             self._kv_form = choose_kv_form(self._loaded, self._kv_dtype)
 
-    def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:
+    def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.
 
         Raises: ConfigError if a limit does not fit the model or the memory; InvariantError
@@ -112,7 +118,15 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        return make_runner(self._loaded, runner_limits, self._kv_form)
+        runner, report = make_runner(self._loaded, runner_limits, self._kv_form)
+        # Ranks tell each other what was sampled, for which they wait.
+        if self._torch_device.type == "cpu" or not self._loaded.ranks.shard.is_whole:
+            return runner, report
+        check_block_size(limits.block_size)
+        # Triton takes a second to import, and a worker on a CPU has no use for it.
+        from worker_svc.runtime.device_runner import DeviceRunner  # noqa: PLC0415
+
+        return DeviceRunner.beside(self._loaded.model, runner), report
 
 
 def set_threads(num_threads: int | None) -> None:

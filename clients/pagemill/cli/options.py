@@ -9,7 +9,7 @@ ModelName = Annotated[
     str,
     Argument(
         metavar="MODEL",
-        help="demo, a GGUF file, a Hugging Face directory, or a hub id ORG/NAME.",
+        help="demo, demo-gemma, a GGUF file, a Hugging Face directory, or a hub id ORG/NAME.",
     ),
 ]
 
@@ -70,6 +70,13 @@ PriorityAgeing = Annotated[float | None, Option(help="Seconds of waiting worth o
 PreemptionVictim = Annotated[str | None, Option(help="cheapest or newest.")]
 LongPrefillTokenThreshold = Annotated[int | None, Option(help="Most of one request in a step.")]
 MaxLongPrefills = Annotated[int | None, Option(help="Most requests above it at once.")]
+TensorParallelSize = Annotated[
+    int | None,
+    Option(
+        help="Workers, each with a part of the model's heads.",
+        envvar="PAGEMILL_TENSOR_PARALLEL_SIZE",
+    ),
+]
 PipelineDepth = Annotated[int | None, Option(help="Plans in flight, 1 or 2.")]
 EnablePrefixCaching = Annotated[bool | None, Option(help="Share blocks of equal prefixes.")]
 PrefixCachingHashAlgo = Annotated[

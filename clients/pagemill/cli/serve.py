@@ -1,4 +1,4 @@
-"""`pagemill serve`: a scheduler and a worker on this machine, until a signal."""
+"""`pagemill serve`: a scheduler and its workers on this machine, until a signal."""
 
 import asyncio
 import tempfile
@@ -45,6 +45,7 @@ def serve(
     kv_cache_metrics: options.KvCacheMetrics = None,
     kv_cache_metrics_sample: options.KvCacheMetricsSample = None,
     hash_seed: options.HashSeed = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
     pipeline_depth: options.PipelineDepth = None,
     speculation: options.Speculation = None,
     num_speculative_tokens: options.NumSpeculativeTokens = None,

@@ -49,6 +49,9 @@ class Owner:
     def __init__(self) -> None:
         self.gone: list[str] = []
 
+    def rank_loaded(self, link: WorkerLink, rendezvous_port: int) -> None:
+        raise AssertionError(f"a group of one rank has no rendezvous, {rendezvous_port}")
+
     def worker_ready(self, link: WorkerLink, ready: worker_pb2.WorkerReady) -> None:
         pass
 

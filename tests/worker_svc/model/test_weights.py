@@ -10,7 +10,9 @@ from safetensors.torch import save_file
 
 from tiny_llama import HEADS, KV_HEADS, tiny_weights, write_tiny_llama
 from worker_svc.errors import ModelError
+from worker_svc.model.llama import Llama
 from worker_svc.model.operations import Linear
+from worker_svc.model.safetensors_weights import SafetensorsWeights
 from worker_svc.model.torch_operations import TorchLinear
 from worker_svc.model.weights import load_model
 
@@ -21,6 +23,12 @@ Tensors = dict[str, torch.Tensor]
 def matrix(linear: Linear) -> torch.Tensor:
     assert isinstance(linear, TorchLinear)
     return linear.weight
+
+
+def load_llama(path: Path) -> Llama:
+    model = load_model(path, torch.float32, CPU).model
+    assert isinstance(model, Llama)
+    return model
 
 
 def write_shards(directory: Path, tensors: Tensors) -> None:
@@ -34,7 +42,7 @@ def write_shards(directory: Path, tensors: Tensors) -> None:
 
 
 def test_projections_are_fused_in_order(tmp_path: Path) -> None:
-    weights = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model
+    weights = load_llama(write_tiny_llama(tmp_path))
     expected = tiny_weights(0)
     layer, name = weights._layers[1], "model.layers.1"
     rows = [HEADS * 16, KV_HEADS * 16, KV_HEADS * 16]
@@ -55,10 +63,10 @@ def test_weights_are_counted_and_cast(tmp_path: Path) -> None:
 
 
 def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
-    one = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model
+    one = load_llama(write_tiny_llama(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     write_shards(tmp_path, tiny_weights(0))
-    many = load_model(tmp_path, torch.float32, CPU).model
+    many = load_llama(tmp_path)
     assert torch.equal(matrix(one._lm_head), matrix(many._lm_head))
     for left, right in zip(one._layers, many._layers, strict=True):
         assert torch.equal(matrix(left.qkv), matrix(right.qkv))
@@ -122,3 +130,17 @@ def test_files_that_are_damaged_or_not_there_are_named(tmp_path: Path) -> None:
         index.write_text(text)
         with pytest.raises(ModelError, match=message):
             load_model(tmp_path, torch.float32, CPU)
+
+
+def test_a_part_is_read_from_its_file_alone(tmp_path: Path) -> None:
+    write_shards(tmp_path, tensors := tiny_weights(0))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"any": "a.safetensors", "other": "b.safetensors"}})
+    )
+    name = "model.layers.1.mlp.down_proj.weight"
+    with SafetensorsWeights(tmp_path) as weights:
+        assert weights.shape(name) == list(tensors[name].shape)
+        assert torch.equal(weights.read(name, torch.float32, range(3, 9)), tensors[name][3:9])
+        assert torch.equal(
+            weights.read(name, torch.float32, range(64), range(5, 20)), tensors[name][:, 5:20]
+        )

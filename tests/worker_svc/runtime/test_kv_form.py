@@ -1,5 +1,6 @@
 """An fp8 cache holds twice the tokens, and what it stores of a token never depends on its step."""
 
+import dataclasses
 from pathlib import Path
 
 import pytest
@@ -101,7 +102,7 @@ def test_calibrated_scales_are_powers_of_two_that_leave_room(loaded: LoadedModel
 
 def test_scales_of_a_checkpoint_go_before_measured_ones(loaded: LoadedModel) -> None:
     ones = Scales(torch.ones(KV_HEADS), torch.ones(KV_HEADS))
-    with_scales = LoadedModel(loaded.model, loaded.weight_bytes, 1.0, (ones, ones))
+    with_scales = dataclasses.replace(loaded, kv_scales=(ones, ones))
     assert choose_kv_form(with_scales, E4M3).scales == (ones, ones)
     assert choose_kv_form(with_scales, E5M2).scales is None
     assert choose_kv_form(with_scales, torch.float32).scales is None
