@@ -31,3 +31,8 @@ class QuantisedOperations(NativeOperations):
         """Round the weight and lay it out, in a copy."""
         rounded = quantise(weight, self._bits)
         return QuantisedLinear(rounded, bias, dtype=self._dtype, memory=self._memory)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """As `linear`, of both matrices together."""
+        rounded = quantise(weight, self._bits)
+        return QuantisedLinear(rounded, bias, dtype=self._dtype, is_gated=True, memory=self._memory)

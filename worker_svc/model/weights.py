@@ -136,13 +136,27 @@ class _Loader:
 
     def _linear(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another."""
+        weight, bias = self._matrix(parts, columns, has_bias=has_bias)
+        return self._packed(weight, bias)
+
+    def _gated(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
+        """Make silu(gate) * up of two matrices above one another."""
+        weight, bias = self._matrix(parts, columns, has_bias=has_bias)
+        return self._counted(self._operations.gated_linear(weight, bias), weight)
+
+    def _matrix(
+        self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         tensors = [self._read(f"{name}.weight", (rows, columns)) for name, rows in parts]
         weight = self._place(tensors, self._weight_dtype)
-        return self._packed(weight, self._fuse(parts, "bias") if has_bias else None)
+        return weight, self._fuse(parts, "bias") if has_bias else None
 
     def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Make a linear layer. One that says what it takes replaces what was counted."""
-        linear = self._operations.linear(weight, bias)
+        """Make a linear layer."""
+        return self._counted(self._operations.linear(weight, bias), weight)
+
+    def _counted(self, linear: Linear, weight: torch.Tensor) -> Linear:
+        """Return a linear layer. One that says what it takes replaces what was counted."""
         if isinstance(linear, QuantisedLinear):
             self.weight_bytes += linear.num_bytes - weight.nbytes
         return linear
@@ -152,12 +166,6 @@ class _Loader:
         if self._weight_dtype == self._dtype:
             return placed
         return self._place([self._source.read(name)], self._weight_dtype)
-
-    def _gated(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
-        """Make silu(gate) * up of two matrices above one another."""
-        weight = self._fuse(parts, "weight", [columns])
-        bias = self._fuse(parts, "bias") if has_bias else None
-        return self._operations.gated_linear(weight, bias)
 
     def _take(self, name: str, *shape: int) -> torch.Tensor:
         return self._place([self._read(name, shape)])
