@@ -116,7 +116,7 @@ class WorkerSettings(BaseSettings):
     """Usable blocks of the KV cache, whatever memory says. The scheduler's wish goes first."""
 
     threads: int | None = Field(default=None, ge=1, le=4096)
-    """Threads of one CPU operation. Unset: all cores but one, at least 1."""
+    """Threads of one CPU operation. Unset: all cores; with attention_backend torch all but one."""
 
     log_format: Literal["text", "json"] = "text"
     """Of the lines on standard error."""

@@ -155,16 +155,17 @@ class LocalModel:
         return DeviceRunner.beside(self._loaded.model, runner), report
 
 
-def set_threads(num_threads: int | None) -> None:
+def set_threads(num_threads: int | None, *, leave_one: bool = False) -> None:
     """Use so many threads for one CPU operation, and one for running operations side by side.
 
-    Called once, before torch computes anything. None: as torch would, but where that is every
-    core, one is left to the scheduler and the clients: threads that share a core with them
-    wait for each other at every barrier (docs/performance.md).
+    Called once, before torch computes anything. None: as torch would, which is every core. With
+    `leave_one` and more than one core, one is then left to the scheduler and the clients: torch's
+    threads wait for each other at every barrier, and for one that shares its core with them
+    longest. Threads of the native kernels wait for nobody (docs/performance.md).
     """
     if num_threads is None:
         num_threads = torch.get_num_threads()
-        if num_threads >= (os.cpu_count() or 1):
+        if leave_one and num_threads >= (os.cpu_count() or 1):
             num_threads = max(1, num_threads - 1)
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)
