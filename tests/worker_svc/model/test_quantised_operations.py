@@ -1,6 +1,7 @@
 """A model whose linear layers hold 4 or 8 bits: near the plain one, and true to a file's values."""
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -20,7 +21,7 @@ from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.weights import load_model
 
 CPU = torch.device("cpu")
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64,
 }  # fmt: skip
@@ -76,7 +77,11 @@ def test_what_weights_take_is_counted_as_packed(folder: Path) -> None:
 def test_every_layer_can_be_called_by_native_code(bits: int) -> None:
     operations = QuantisedOperations(bits, torch.bfloat16)
     weight = torch.randn(64, 96)
-    for linear in (operations.linear(weight, None), operations.gated_linear(weight, None)):
+    linears: list[object] = [
+        operations.linear(weight, None),
+        operations.gated_linear(weight, None),
+    ]
+    for linear in linears:
         assert isinstance(linear, HasNativeLinear)
         assert linear.native is not None
 
