@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiny_families import write_family
 from tiny_llama import write_tiny_llama
 from worker_svc.errors import ConfigError
 from worker_svc.model.weights import LoadedModel, load_model
@@ -44,6 +45,22 @@ def test_a_window_needs_no_memory_for_the_whole_length(loaded: LoadedModel) -> N
     assert make_runner(loaded, limits)[0].kv_cache.num_blocks == 7
     with pytest.raises(ConfigError, match="max_model_len is 512"):
         make_runner(loaded, replace(limits, kv_cache_memory_bytes=num_bytes - 1))
+
+
+def test_a_request_of_several_groups_counts_the_blocks_of_all(tmp_path: Path) -> None:
+    write_family("gemma3", tmp_path)
+    loaded = load_model(tmp_path, torch.float32, torch.device("cpu"))
+    limits = RunnerLimits(block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
+    # Of 128 tokens the layer that sees all holds 32 blocks; each of the six with a window of 7
+    # holds what the first of 16 tokens sees, up to the last, and a block begun inside.
+    needed = 32 + 6 * 7
+    per_block = block_bytes(loaded.model.config, 4, torch.float32)
+    _, report = make_runner(loaded, replace(limits, kv_cache_memory_bytes=needed * per_block))
+    assert report.blocks_per_request == report.num_blocks == needed
+    assert report.max_concurrency == 1.0
+    with pytest.raises(ConfigError, match="must be at most 124"):
+        make_runner(loaded, replace(limits, kv_cache_memory_bytes=needed * per_block - 1))
+    run_largest_step(loaded.model, limits)
 
 
 def test_memory_is_measured_unless_it_is_given(loaded: LoadedModel) -> None:
