@@ -18,7 +18,7 @@ def main() -> ExitStatus:
     """Run a worker, or the bare loop that its speed is compared with."""
     try:
         settings = read_settings(sys.argv[1:])
-        set_threads(settings.threads)
+        set_threads(settings.threads, leave_one=settings.attention_backend == "torch")
         if settings.bench_forward:
             host = LocalModel(_local_settings(settings), _logger(settings))
             bench_forward(host, sys.stdin, sys.stdout)
@@ -39,6 +39,7 @@ def _work(settings: WorkerSettings) -> ExitStatus:
                 address=settings.join,
                 secret=settings.join_secret.get_secret_value(),
                 timeout_s=settings.join_timeout,
+                rank_host=settings.rank_host,
             ),
             shutdown,
             log,
@@ -58,6 +59,7 @@ def _local_settings(settings: WorkerSettings) -> LocalSettings:
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
         attention_backend=settings.attention_backend,
+        quantization=settings.quantization,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         num_gpu_blocks_override=settings.num_gpu_blocks_override,

@@ -21,6 +21,7 @@ from pydantic_settings import (
 from worker_svc.errors import ConfigError
 
 ElementTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KvTypeName = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
 
 def _model_path(text: str) -> str:
@@ -83,14 +84,18 @@ class WorkerSettings(BaseSettings):
     join_timeout: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Seconds without a scheduler after which to give up, with exit status 4. 0: never."""
 
+    rank_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address at which the other ranks of a group reach this worker. Not for the public."""
+
     device: Annotated[str, AfterValidator(_device)] = "auto"
-    """auto (CUDA if there is any), cpu, cuda or cuda:N."""
+    """auto (CUDA if there is any), cpu, cuda (any GPU that no other rank has) or cuda:N."""
 
     dtype: ElementTypeName = "auto"
     """Type of weights and activations. auto: bfloat16 where the device computes in it."""
 
-    kv_cache_dtype: ElementTypeName = "auto"
-    """Type of the cached keys and values. auto: as dtype."""
+    kv_cache_dtype: KvTypeName = "auto"
+    """Type of the cached keys and values. auto: as dtype. fp8 (e4m3; scales per head from the
+    checkpoint, or measured at start) and fp8_e5m2 hold twice the tokens of bfloat16."""
 
     kv_cache_memory_bytes: int | None = Field(default=None, gt=0)
     """Bytes of the KV cache, whatever memory is free. Unset: as memory allows; on a CPU 0.4 of what
@@ -99,6 +104,10 @@ class WorkerSettings(BaseSettings):
     attention_backend: Literal["auto", "native", "torch"] = "auto"
     """auto (the best that serves), native (compiled code, on a CPU) or torch (anywhere; on a CPU
     some ten times slower at decoding)."""
+
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Of linear layers, on a CPU: none, int8 or int4 (in groups of 32 weights, rounded at loading;
+    a Q4_1 or Q8_0 file keeps its values)."""
 
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of a GPU's memory for weights, activations and KV cache together."""
@@ -114,7 +123,7 @@ class WorkerSettings(BaseSettings):
     """Largest rank of an adapter that is loaded."""
 
     threads: int | None = Field(default=None, ge=1, le=4096)
-    """Threads of one CPU operation. Unset: all cores but one, at least 1."""
+    """Threads of one CPU operation. Unset: all cores; with attention_backend torch all but one."""
 
     log_format: Literal["text", "json"] = "text"
     """Of the lines on standard error."""

@@ -15,3 +15,7 @@ class InvariantError(AssertionError):
 
 class AdapterError(ValueError):
     """An adapter cannot be loaded: the operator's. One line; nobody else is harmed."""
+
+
+class RanksLostError(Exception):
+    """The other ranks of the group are gone, or given up: the environment's fault. Join again."""

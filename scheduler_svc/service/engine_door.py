@@ -121,6 +121,12 @@ class Account:
     miss_reason: MissReason | None = None
     """Why the prefix hit went no further. None until first admitted."""
 
+    num_draft_tokens: int = 0
+    """Tokens drafted and verified."""
+
+    num_accepted_draft_tokens: int = 0
+    """Of these, tokens that the model said."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finish:
@@ -191,6 +197,9 @@ class TokenStream(Protocol):
         read.
         """
 
+    async def rest(self, seconds: float) -> None:
+        """Let tokens pile up for so long, or until a sequence has ended."""
+
     def account(self) -> Account:
         """What the request cost so far; final once the `open` block is left."""
 
@@ -206,6 +215,8 @@ class Totals:
     prefix_hits: int
     preemptions: int
     recomputed_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

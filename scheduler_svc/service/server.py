@@ -241,6 +241,7 @@ def _log_start(settings: SchedulerSettings, front: FrontEnd, metrics_page: str |
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         pipeline_depth=limits.pipeline_depth,
+        tensor_parallel_size=settings.tensor_parallel_size,
         metrics=metrics_page or "off",
     )
     algorithm = HASH_ALGORITHMS[settings.prefix_caching_hash_algo]
@@ -269,6 +270,7 @@ def _limits(settings: SchedulerSettings, facts: ModelFacts) -> Limits:
         max_waiting_tokens=settings.max_waiting_tokens,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         max_long_prefills=settings.max_long_prefills,
+        num_draft_tokens=(0 if settings.speculation == "off" else settings.num_speculative_tokens),
     )
 
 
@@ -309,4 +311,15 @@ def _terms(settings: SchedulerSettings, facts: ModelFacts, limits: Limits) -> Jo
         num_blocks_override=settings.num_gpu_blocks_override or 0,
         vocab_size=facts.vocab_size,
         join_secret=settings.join_secret.get_secret_value(),
+        tensor_parallel_size=_ranks(settings, facts),
     )
+
+
+def _ranks(settings: SchedulerSettings, facts: ModelFacts) -> int:
+    ranks = settings.tensor_parallel_size
+    if facts.num_heads is not None and ranks > facts.num_heads:
+        raise ConfigError(
+            f"tensor_parallel_size is {ranks}, must be at most {facts.num_heads}, the query heads "
+            "of the model"
+        )
+    return ranks

@@ -57,6 +57,7 @@ class RequestStream:
         "_error",
         "_num_ends",
         "_num_open",
+        "_rest",
         "_stop",
         "accepted",
         "num_piled",
@@ -87,6 +88,8 @@ class RequestStream:
         self._num_open = len(self.piles)
         """Sequences whose end the reader does not know."""
         self._error: RequestError | None = None
+        self._rest: asyncio.Future[None] | None = None
+        """Of a reader that lets tokens pile up."""
         self.waiter: asyncio.Future[None] | None = None
 
     # The engine's side.
@@ -144,8 +147,9 @@ class RequestStream:
         return tuple(dict.fromkeys(p.request.error for p in self.piles if p.request.error))
 
     def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+        for waiter in (self.waiter, self._rest):
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
     # The reader's side.
 
@@ -172,6 +176,13 @@ class RequestStream:
                 self._num_open -= has_ended
         return TokenBatch(tuple(gains), None if self._num_open else self.account())
 
+    async def rest(self, seconds: float) -> None:
+        """Let tokens pile up; see TokenStream."""
+        if not self._num_ends and self._error is None:
+            self._rest = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._rest,), timeout=seconds)
+            self._rest = None
+
     def finish(self, sequence_index: int, num_output_tokens: int) -> None:
         """End a sequence after this many tokens; see TokenStream."""
         pile = self.piles[sequence_index]
@@ -188,6 +199,7 @@ class RequestStream:
         """Return what the request cost so far, all its sequences together."""
         root, members = self.request, self.request.members
         ends = [member.finished_ns for member in members]
+        drafts = [member.drafts for member in members if member.drafts is not None]
         return Account(
             num_prompt_tokens=root.num_prompt_tokens,
             num_output_tokens=sum(pile.num_output_tokens for pile in self.piles),
@@ -204,6 +216,8 @@ class RequestStream:
                 sorted(time_ns for member in members for time_ns in member.preemption_times_ns)
             ),
             miss_reason=root.miss_reason,
+            num_draft_tokens=sum(record.num_drafted for record in drafts),
+            num_accepted_draft_tokens=sum(record.num_accepted for record in drafts),
         )
 
 

@@ -8,7 +8,7 @@ import asyncio
 import io
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from pagemill.client import AsyncClient, Load
+from pagemill.v1 import worker_pb2
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.scheduler import Scheduler
@@ -25,6 +26,7 @@ from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.listener import Listener
 from scheduler_svc.service.metrics import LoadCollector
 from scheduler_svc.service.tracing import Tracing
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.step_plan import StepPlan, StepResult
@@ -129,13 +131,21 @@ class RecordingHost:
         self.may_step = threading.Event()
         self.may_step.set()
 
-    def load(self) -> None:
-        self._model.load()
+    @property
+    def devices(self) -> Sequence[worker_pb2.Device]:
+        return self._model.devices
+
+    def use(self, uuid: str) -> None:
+        self._model.use(uuid)
+
+    def load(self, ranks: OtherRanks | None = None) -> None:
+        self._model.load(ranks)
 
     def make_runner(self, limits: CacheLimits) -> tuple[RecordingRunner, MemoryReport]:
         runner, report = self._model.make_runner(limits)
+        assert isinstance(runner, ModelRunner)
         for layer in runner.kv_cache.layers:
-            for cache in layer:
+            for cache in layer[:2]:
                 cache.fill_(float("nan"))
         return RecordingRunner(runner, self.steps, self), report
 

@@ -54,6 +54,12 @@ class CausalModel(ABC):
         """Where the weights are."""
         return self._embedding.device
 
+    @property
+    def can_be_recorded(self) -> bool:
+        """Whether `forward` and `logits` can be recorded as a graph. See `Operations`."""
+        # How many tokens an expert gets depends on the tokens.
+        return self._operations.can_be_recorded and self.config.experts is None
+
     @abstractmethod
     def forward(
         self,
@@ -86,33 +92,39 @@ class CausalModel(ABC):
         """Return fp32 logits of hidden states. Shapes: hidden [S, E], returns [S, V]."""
         return self._lm_head(hidden).float()
 
-    def _attentions(
+    def _columns(
         self,
         positions: torch.Tensor,
-        kv_caches: Sequence[LayerCache],
         slot_mappings: Sequence[torch.Tensor],
         block_tables: Sequence[torch.Tensor],
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
-    ) -> list[StepAttention]:
-        """Return each layer's attention in this step; layers of a KV group share one."""
-        by_layer: dict[int, StepAttention] = {}
-        for group, frequencies, slot_mapping, tables in zip(
-            self._groups, self._inverse_frequencies, slot_mappings, block_tables, strict=True
-        ):
-            attention = self._operations.begin(
-                StepColumns(
-                    positions,
-                    slot_mapping,
-                    tables,
-                    seq_lens,
-                    query_start_loc,
-                    group.window,
-                    self.config.attention_scale,
-                ),
-                frequencies,
-                kv_caches[group.layers[0]],
+    ) -> list[StepColumns]:
+        """Return the columns of a step, for each KV group."""
+        return [
+            StepColumns(
+                positions,
+                slot_mapping,
+                tables,
+                seq_lens,
+                query_start_loc,
+                group.window,
+                self.config.attention_scale,
             )
+            for group, slot_mapping, tables in zip(
+                self._groups, slot_mappings, block_tables, strict=True
+            )
+        ]
+
+    def _attentions(
+        self, columns: Sequence[StepColumns], kv_caches: Sequence[LayerCache]
+    ) -> list[StepAttention]:
+        """Return each layer's attention in a step; layers of a KV group share one."""
+        by_layer: dict[int, StepAttention] = {}
+        for of_group, frequencies, group in zip(
+            columns, self._inverse_frequencies, self._groups, strict=True
+        ):
+            attention = self._operations.begin(of_group, frequencies, kv_caches[group.layers[0]])
             by_layer |= dict.fromkeys(group.layers, attention)
         return [by_layer[layer] for layer in range(len(kv_caches))]
 

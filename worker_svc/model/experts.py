@@ -10,6 +10,7 @@ import torch
 
 from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.operations import Linear, Operations
+from worker_svc.model.other_ranks import OtherRanks
 
 
 class Expert(NamedTuple):
@@ -22,9 +23,9 @@ class Expert(NamedTuple):
 
 
 class Experts:
-    """A router and its experts."""
+    """A router and its experts, of which each rank has some columns."""
 
-    __slots__ = ("_config", "_experts", "_operations", "_router")
+    __slots__ = ("_config", "_experts", "_operations", "_ranks", "_router")
 
     def __init__(
         self,
@@ -32,11 +33,13 @@ class Experts:
         experts: Sequence[Expert],
         config: ExpertsConfig,
         operations: Operations,
+        ranks: OtherRanks,
     ) -> None:
         self._router = router
         self._experts = experts
         self._config = config
         self._operations = operations
+        self._ranks = ranks
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the weighted sum of each token's experts. Shapes: x, returns [T, E].
@@ -65,4 +68,6 @@ class Experts:
             share = weights.flatten()[by_expert[start : start + count], None]
             mixed.index_add_(0, theirs, out * share)
             start += count
-        return mixed.to(x.dtype)
+        out = mixed.to(x.dtype)
+        self._ranks.all_reduce(out)
+        return out

@@ -65,9 +65,8 @@ class Gemma3(CausalModel):
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
-        attentions = self._attentions(
-            positions, kv_caches, slot_mappings, block_tables, seq_lens, query_start_loc
-        )
+        columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
+        attentions = self._attentions(columns, kv_caches)
         scaled = functional.embedding(token_ids, self._embedding) * self._embedding_scale  # [T, E]
         hidden = place(scaled, embedded)
         added: torch.Tensor | None = None

@@ -43,33 +43,52 @@ class GgufWeights:
         """The tensors there are, by their Hugging Face names."""
         return frozenset(self._tensors)
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one tensor. It must be among `names`.
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of one tensor. It must be among `names`."""
+        return list(self._tensors[name].shape)
 
-        It is unpacked a few rows at a time, so that an embedding need not fit into memory in fp32.
+    def read(self, name: str, dtype: torch.dtype, *parts: range) -> torch.Tensor:
+        """Return one tensor, or a part of its first dimensions. It must be among `names`.
+
+        It is unpacked a few rows at a time, so that an embedding need not fit into memory in
+        fp32. Rows that are not asked for are not read; those of queries and keys must be whole
+        heads.
 
         Raises: ModelError if it is packed in a way the `gguf` package cannot unpack.
         """
         tensor = self._tensors[name]
-        weight = torch.empty(tensor.shape, dtype=dtype)
-        rows = weight.view(-1, tensor.shape[-1])
-        step = max(1, _SLAB_ELEMENTS // tensor.shape[-1])
-        for first in range(0, len(rows), step):
-            slab = rows[first : first + step]
-            slab.copy_(torch.from_numpy(self._unpack(tensor, first, len(slab))))
+        weight = self._read_rows(tensor, parts[0] if parts else range(tensor.shape[0]), dtype)
         # Llama's GGUF files hold the rotary pairs of Q and K side by side, (2i, 2i + 1);
-        # the model wants them half a head apart, (i, i + D / 2). Those of others do so too.
+        # the model wants them half a head apart, (i, i + D / 2), as the files of others have them.
         if self._config.architecture == "llama":
             if ".attn_q." in tensor.name:
-                return self._halves_apart(name, weight, self._config.num_heads)
+                weight = self._halves_apart(name, weight, self._config.num_heads)
             if ".attn_k." in tensor.name:
-                return self._halves_apart(name, weight, self._config.num_kv_heads)
+                weight = self._halves_apart(name, weight, self._config.num_kv_heads)
+        if len(parts) > 1:
+            weight = weight[(slice(None), *(slice(part.start, part.stop) for part in parts[1:]))]
+        return weight
+
+    def _read_rows(self, tensor: GgufTensor, wanted: range, dtype: torch.dtype) -> torch.Tensor:
+        """Return some of a tensor's first dimension."""
+        columns = tensor.shape[-1]
+        if len(tensor.shape) == 1:
+            whole = torch.from_numpy(self._unpack(tensor, 0, 1)[0]).to(dtype)
+            return whole[wanted.start : wanted.stop]
+        weight = torch.empty((len(wanted), *tensor.shape[1:]), dtype=dtype)
+        rows = weight.view(-1, columns)
+        start = wanted.start * prod(tensor.shape[1:-1])
+        step = max(1, _SLAB_ELEMENTS // columns)
+        for first in range(0, len(rows), step):
+            slab = rows[first : first + step]
+            slab.copy_(torch.from_numpy(self._unpack(tensor, start + first, len(slab))))
         return weight
 
     def _halves_apart(self, name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:
-        if len(weight) != (rows := heads * self._config.head_dim):
-            raise ModelError(f"tensor {name} is {list(weight.shape)}, must have {rows} rows")
-        return halves_apart(weight, heads)
+        head_dim, shape = self._config.head_dim, self.shape(name)
+        if shape[0] != (rows := heads * head_dim):
+            raise ModelError(f"tensor {name} is {shape}, must have {rows} rows")
+        return halves_apart(weight, len(weight) // head_dim)
 
     def _unpack(self, tensor: GgufTensor, first: int, num_rows: int) -> npt.NDArray[np.float32]:
         """Return rows from the `first` on. Shape: [num_rows, columns]."""

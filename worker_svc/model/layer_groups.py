@@ -41,7 +41,8 @@ def group_layers(
 
     Source: the hybrid memory layout of vLLM, `kv_cache_utils.py`.
     """
-    full, windowed = [], []
+    full: list[int] = []
+    windowed: list[int] = []
     for layer in range(num_layers):
         (full if window is None or layer in full_layers else windowed).append(layer)
     kinds = [(None, full), (window, windowed)]

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear
+from worker_svc.model.operations import Embedded, LayerCache, LayerStack, Linear, StackShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -22,7 +22,7 @@ class LayerWeights:
     output: Linear
     mlp_norm: torch.Tensor
     gate_up: Linear
-    """[E] to [2 * intermediate]: gate, then up."""
+    """[E] to [intermediate]: silu(gate) * up."""
 
     down: Linear
 
@@ -30,12 +30,13 @@ class LayerWeights:
 class Llama(CausalModel):
     """See `CausalModel`."""
 
-    __slots__ = ("_layers",)
+    __slots__ = ("_layers", "_stack")
 
     def __init__(self, loader: Loader) -> None:
         """Load all parameters. Raises: ModelError as `Loader` does."""
         super().__init__(loader)
         self._layers = loader.layers(_load_layer)
+        self._stack = self._find_stack(self._layers)
 
     @torch.inference_mode()
     def forward(
@@ -52,10 +53,11 @@ class Llama(CausalModel):
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
-        attentions = self._attentions(
-            positions, kv_caches, slot_mappings, block_tables, seq_lens, query_start_loc
-        )
+        columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
         hidden = place(functional.embedding(token_ids, self._embedding), embedded)  # [T, E]
+        if self._stack is not None:
+            return self._stack.run(hidden, columns[0], self._inverse_frequencies[0], kv_caches)
+        attentions = self._attentions(columns, kv_caches)
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):
             normed = self._norm(hidden, added, layer.attention_norm)
@@ -63,8 +65,18 @@ class Llama(CausalModel):
             mixed = attention.attend(qkv, num_heads, cache)  # [T, H, D]
             added = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
-            added = layer.down(operations.silu_and_mul(layer.gate_up(normed)))  # [T, E]
+            added = layer.down(layer.gate_up(normed))  # [T, E]
         return self._norm(hidden, added, self._last_norm)
+
+    def _find_stack(self, layers: Sequence[LayerWeights]) -> LayerStack | None:
+        """Return all layers as one, where there is such a thing, and all have one window."""
+        config = self.config
+        if len(config.kv_groups) > 1 or config.attention_scale is not None:
+            return None
+        shape = StackShape(
+            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
+        )
+        return self._operations.stack(layers, self._last_norm, shape)
 
 
 def _load_layer(loader: Loader, name: str, _number: int) -> LayerWeights:
@@ -74,6 +86,6 @@ def _load_layer(loader: Loader, name: str, _number: int) -> LayerWeights:
         qkv=loader.qkv(f"{name}.self_attn"),
         output=loader.attention_output(f"{name}.self_attn"),
         mlp_norm=loader.norm(f"{name}.post_attention_layernorm", hidden_size),
-        gate_up=loader.gate_up(f"{name}.mlp"),
+        gate_up=loader.gated(f"{name}.mlp"),
         down=loader.down(f"{name}.mlp"),
     )

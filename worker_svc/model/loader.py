@@ -1,17 +1,27 @@
 """Tensors to parameters: reads each once, checks it, fuses what belongs together, places it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
+from torch.nn import functional
 
+from kernels.checks import Scales
+from kernels.quantised_linear import QuantisedLinear
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.experts import Expert, Experts
 from worker_svc.model.gguf_names import ROPE_DIVISORS
+from worker_svc.model.kv_scales import read_kv_scales
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Operations
+from worker_svc.model.other_ranks import GatheredHead, NoOtherRanks, OtherRanks, SummedLinear
+from worker_svc.model.shard import Extent
+
+Size: TypeAlias = int | Extent
+"""Of a dimension: all of it, or a part."""
 
 LayerT = TypeVar("LayerT")
 
@@ -27,9 +37,28 @@ class TensorSource(Protocol):
         """The tensors there are."""
         ...
 
-    def read(self, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return one of them, in `dtype` or, where that costs nothing, as it is."""
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of one of them."""
         ...
+
+    def read(self, name: str, dtype: torch.dtype, *parts: range) -> torch.Tensor:
+        """Return one of them, or a part of its first dimensions.
+
+        In `dtype` or, where that costs nothing, as it is.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gated:
+    """silu(gate) * up of a linear layer that gives [gate, up]."""
+
+    linear: Linear
+    operations: Operations
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product. Shapes: x [T, in], returns [T, I]."""
+        return self.operations.silu_and_mul(self.linear(x))
 
 
 class Loader:
@@ -37,6 +66,10 @@ class Loader:
 
     The linear layers that all families name alike have a method each; what a family has of its
     own it takes by name. All of them raise ModelError if a tensor is missing or of another shape.
+
+    Where there are other ranks, those methods take this rank's part, and what they return
+    exchanges with the others where it must. `config` is the part's, as if it were a model; a
+    family need not know.
     """
 
     def __init__(
@@ -46,18 +79,30 @@ class Loader:
         dtype: torch.dtype,
         device: torch.device,
         operations: Operations,
+        ranks: OtherRanks | None = None,
         progress: Progress | None = None,
         adapters: AdapterBank | None = None,
     ) -> None:
+        """Take the part of one of several ranks, if there are others. Adapters need the whole.
+
+        Raises: ConfigError if there are more than can have a part.
+        """
         self._source = source
         self._left = set(source.names)
         self._num_tensors = len(self._left)
         self._progress = progress
-        self.config = config
+        self._ranks = ranks or NoOtherRanks()
+        shard = self._shard = self._ranks.shard
+        heads = shard.heads(config)
+        self._queries = Extent(config.num_heads, heads.queries).times(config.head_dim)
+        self._keys = Extent(config.num_kv_heads, heads.keys).times(config.head_dim)
+        self._whole = config
+        self.config = shard.part_of(config)
         self._dtype = dtype
         self._device = device
         self.operations = operations
         self._adapters = adapters
+        self._weight_dtype = operations.weight_dtype or dtype
         self.weight_bytes = 0
 
     def layers(self, load: Callable[["Loader", str, int], LayerT]) -> tuple[LayerT, ...]:
@@ -65,6 +110,22 @@ class Loader:
         return tuple(
             load(self, f"model.layers.{number}", number) for number in range(self.config.num_layers)
         )
+
+    def kv_scales(self) -> tuple[Scales, ...] | None:
+        """Return the scales of fp8 keys and values, layer by layer; None if there are none."""
+        whole, mine = self._whole, self._shard.heads(self._whole).keys
+        scales, known = read_kv_scales(
+            self._left,
+            lambda name: self._source.read(name, torch.float32),
+            whole.num_layers,
+            whole.num_kv_heads,
+            self._device,
+        )
+        self._left -= known
+        if scales is None:
+            return None
+        heads = slice(mine.start, mine.stop)
+        return tuple(Scales(one.k[heads].clone(), one.v[heads].clone()) for one in scales)
 
     def finish(self) -> None:
         """Raise ModelError if a tensor was not taken: it would change the result, were it used."""
@@ -75,12 +136,30 @@ class Loader:
 
     def lm_head(self, embedding: torch.Tensor) -> Linear:
         """Return the head, which some models share with the embedding."""
-        config = self.config
+        config, shard = self.config, self._shard
+        mine = shard.vocab(config.vocab_size)
         if config.tie_word_embeddings:
             self._left.discard("lm_head.weight")
-            return self.operations.linear(embedding, None)
-        head = self.take("lm_head.weight", config.vocab_size, config.hidden_size)
-        return self.operations.linear(head, None)
+            weight = self._head_of(embedding, mine)
+        else:
+            shape = (mine, config.hidden_size)
+            tensor = self._read("lm_head.weight", shape, self._weight_dtype)
+            weight = self._place([tensor], self._weight_dtype)
+        if shard.is_whole:
+            return self._packed(weight, None, is_head=True)
+        # Logits are gathered in parts of one size.
+        missing = shard.vocab_width(config.vocab_size) - len(weight)
+        padded = functional.pad(weight, (0, 0, 0, missing))
+        head = self._packed(padded, None, is_head=True)
+        return GatheredHead(head, self._ranks, config.vocab_size)
+
+    def _head_of(self, embedding: torch.Tensor, mine: Extent) -> torch.Tensor:
+        """Return this rank's part of an embedding that is the head, too."""
+        rows = mine.mine
+        if self._weight_dtype == self._dtype:
+            return embedding[rows.start : rows.stop]
+        tensor = self._source.read("model.embed_tokens.weight", self._weight_dtype, rows)
+        return self._place([tensor], self._weight_dtype)
 
     def rope_divisors(self) -> torch.Tensor:
         """Return what a GGUF file says to divide the rotary frequencies by. [D / 2] fp32."""
@@ -103,27 +182,39 @@ class Loader:
 
     def qkv(self, name: str) -> Linear:
         """Return queries, keys and values of an attention as one linear layer."""
-        config = self.config
-        queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        parts = [(f"{name}.q_proj", queries), (f"{name}.k_proj", keys), (f"{name}.v_proj", keys)]
-        return self.linear(parts, config.hidden_size, has_bias=config.qkv_bias)
+        parts = [
+            (f"{name}.q_proj", self._queries),
+            (f"{name}.k_proj", self._keys),
+            (f"{name}.v_proj", self._keys),
+        ]
+        return self.linear(parts, self.config.hidden_size, has_bias=self.config.qkv_bias)
 
     def attention_output(self, name: str) -> Linear:
         """Return what brings attention back to hidden states."""
-        config = self.config
-        parts = [(f"{name}.o_proj", config.hidden_size)]
-        return self.linear(parts, config.num_heads * config.head_dim, has_bias=config.output_bias)
+        parts = [(f"{name}.o_proj", self.config.hidden_size)]
+        return self._summed(parts, self._queries, has_bias=self.config.output_bias)
 
     def gate_up(self, name: str) -> Linear:
         """Return gate and up projection of an MLP as one linear layer."""
-        config, inner = self.config, self.config.intermediate_size
+        config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
         return self.linear(parts, config.hidden_size, has_bias=config.mlp_bias)
 
+    def gated(self, name: str) -> Linear:
+        """Return silu(gate) * up of an MLP as one layer, [E] to [intermediate]."""
+        config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
+        parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
+        if self._adapters is not None:
+            # They change gate and up before these are multiplied.
+            return _Gated(self.gate_up(name), self.operations)
+        weight, bias = self._parameters(parts, config.hidden_size, has_bias=config.mlp_bias)
+        return self._counted(self.operations.gated_linear(weight, bias), weight)
+
     def down(self, name: str) -> Linear:
         """Return what brings an MLP back to hidden states."""
-        config, parts = self.config, [(f"{name}.down_proj", self.config.hidden_size)]
-        return self.linear(parts, config.intermediate_size, has_bias=config.mlp_bias)
+        inner = self._shard.columns(self._whole.intermediate_size)
+        parts = [(f"{name}.down_proj", self.config.hidden_size)]
+        return self._summed(parts, inner, has_bias=self.config.mlp_bias)
 
     def experts(self, name: str, gate: str, up: str, down: str) -> Experts:
         """Return a router and its experts, whose three projections have these names.
@@ -133,7 +224,7 @@ class Loader:
         config = self.config
         if config.experts is None:
             raise InvariantError(f"{config.architecture} has no experts")
-        hidden, inner = config.hidden_size, config.experts.intermediate_size
+        hidden, inner = config.hidden_size, self._shard.columns(config.experts.intermediate_size)
         # An expert sees some tokens only, so adapters change none of this.
         linear = partial(self._plain_linear, has_bias=False)
         router = linear([(f"{name}.gate", config.experts.num_experts)], hidden)
@@ -144,53 +235,96 @@ class Loader:
             gate_up = linear(parts, hidden)
             back = linear([(f"{expert}.{down}", hidden)], inner)
             mlps.append(Expert(gate_up, back))
-        return Experts(router, mlps, config.experts, self.operations)
+        return Experts(router, mlps, config.experts, self.operations, self._ranks)
 
-    def linear(self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool) -> Linear:
+    def linear(self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another.
 
         Adapters may change it: each call must see all tokens of a step, in order.
         """
         linear = self._plain_linear(parts, columns, has_bias=has_bias)
-        return linear if self._adapters is None else self._adapters.wrap(linear, parts, columns)
+        if self._adapters is None:
+            return linear
+        sizes = [(name, _whole(rows)) for name, rows in parts]
+        return self._adapters.wrap(linear, sizes, _whole(columns))
 
     def _plain_linear(
-        self, parts: Sequence[tuple[str, int]], columns: int, *, has_bias: bool
+        self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
     ) -> Linear:
-        weight = self._fuse(parts, "weight", [columns])
-        return self.operations.linear(weight, self._fuse(parts, "bias") if has_bias else None)
+        weight, bias = self._parameters(parts, columns, has_bias=has_bias)
+        return self._packed(weight, bias)
 
-    def take(self, name: str, *shape: int) -> torch.Tensor:
-        """Return one tensor as it is, in our dtype on our device."""
+    def _parameters(
+        self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return weight and bias of matrices above one another."""
+        dtype = self._weight_dtype
+        tensors = [self._read(f"{name}.weight", (rows, columns), dtype) for name, rows in parts]
+        bias = self._biases(parts) if has_bias else None
+        return self._place(tensors, dtype), bias
+
+    def _packed(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
+        return self._counted(self.operations.linear(weight, bias, is_head=is_head), weight)
+
+    def _counted(self, linear: Linear, weight: torch.Tensor) -> Linear:
+        """Count what a linear layer takes, if it says so, in place of its weight."""
+        if isinstance(linear, QuantisedLinear):
+            self.weight_bytes += linear.num_bytes - weight.nbytes
+        return linear
+
+    def _summed(
+        self, parts: Sequence[tuple[str, Size]], columns: Extent, *, has_bias: bool
+    ) -> Linear:
+        """Make a linear layer each rank has some columns of. Rank 0 adds the bias, for all."""
+        if self._shard.is_whole:
+            return self.linear(parts, columns, has_bias=has_bias)
+        if has_bias and not self._shard.leads:
+            self._left -= {f"{name}.bias" for name, _ in parts}
+        part = self.linear(parts, columns, has_bias=has_bias and self._shard.leads)
+        return SummedLinear(part, self._ranks)
+
+    def take(self, name: str, *shape: Size) -> torch.Tensor:
+        """Return one tensor as it is, or this rank's part, in our dtype on our device."""
         return self._place([self._read(name, shape)])
 
-    def _fuse(
-        self, parts: Sequence[tuple[str, int]], kind: str, columns: Sequence[int] = ()
-    ) -> torch.Tensor:
-        """Put tensors of one kind, each of the rows given, above one another."""
-        return self._place([self._read(f"{name}.{kind}", (rows, *columns)) for name, rows in parts])
+    def _biases(self, parts: Sequence[tuple[str, Size]]) -> torch.Tensor:
+        """Put biases, each of the rows given, above one another."""
+        return self._place([self._read(f"{name}.bias", (rows,)) for name, rows in parts])
 
     def _read(
-        self, name: str, shape: Sequence[int], dtype: torch.dtype | None = None
+        self, name: str, shape: Sequence[Size], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
+        dtype = dtype or self._dtype
         if name not in self._left:
             raise ModelError(f"tensor {name} is missing")
         self._left.remove(name)
-        tensor = self._source.read(name, dtype or self._dtype)
-        if list(tensor.shape) != list(shape):
-            raise ModelError(f"tensor {name} is {list(tensor.shape)}, must be {list(shape)}")
+        extents = [Extent.full(size) if isinstance(size, int) else size for size in shape]
+        found, wanted = self._source.shape(name), [extent.whole for extent in extents]
+        if found != wanted:
+            raise ModelError(f"tensor {name} is {found}, must be {wanted}")
+        whole = all(extent.is_whole for extent in extents)
+        parts = () if whole else tuple(extent.mine for extent in extents)
+        tensor = self._source.read(name, dtype, *parts)
         if self._progress is not None:
             self._progress(self._num_tensors - len(self._left), self._num_tensors)
         return tensor
 
-    def _place(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _place(
+        self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
         """Copy into memory of our own: what was read may be a view of a file."""
         num_rows = sum(len(tensor) for tensor in tensors)
         shape = (num_rows, *tensors[0].shape[1:])
-        target = torch.empty(shape, dtype=self._dtype, device=self._device)
+        target = torch.empty(shape, dtype=dtype or self._dtype, device=self._device)
         start = 0
         for tensor in tensors:
             target[start : start + len(tensor)].copy_(tensor)
             start += len(tensor)
         self.weight_bytes += target.numel() * target.element_size()
         return target
+
+
+def _whole(size: Size) -> int:
+    return size if isinstance(size, int) else size.whole

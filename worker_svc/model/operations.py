@@ -1,13 +1,26 @@
 """What a model is made of, for one kind of device: an interface, since there are several."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-LayerCache: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""One layer's keys and values, each [N, S, G, D]."""
+from kernels.checks import Scales
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values."""
+
+    k: torch.Tensor
+    """[N, S, G, D] in the run dtype, or in fp8."""
+
+    v: torch.Tensor
+    """As k."""
+
+    scales: Scales | None = None
+    """What fp8 values are multiplied by when read. None: 1, or the cache is not fp8."""
+
 
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """A linear layer. Shapes: [T, in] to [T, out]."""
@@ -60,11 +73,97 @@ class StepAttention(Protocol):
         ...
 
 
+class LayerParts(Protocol):
+    """The parameters of one layer of the Llama shape."""
+
+    @property
+    def attention_norm(self) -> torch.Tensor:
+        """[E]."""
+        ...
+
+    @property
+    def qkv(self) -> Linear:
+        """[E] to [(H + 2 * G) * D]: queries, keys, values."""
+        ...
+
+    @property
+    def output(self) -> Linear:
+        """[H * D] to [E]."""
+        ...
+
+    @property
+    def mlp_norm(self) -> torch.Tensor:
+        """[E]."""
+        ...
+
+    @property
+    def gate_up(self) -> Linear:
+        """[E] to [I]: silu(gate) * up."""
+        ...
+
+    @property
+    def down(self) -> Linear:
+        """[I] to [E]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What the layers of a stack have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    """Of the norms."""
+
+
+class LayerStack(Protocol):
+    """All layers of a model at once."""
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        columns: StepColumns,
+        inverse_frequencies: torch.Tensor,
+        caches: Sequence[LayerCache],
+    ) -> torch.Tensor:
+        """Return the normalised hidden state of each token, and write its keys and values.
+
+        Shapes: hidden [T, E], overwritten; inverse_frequencies [D / 2]; returns [T, E].
+        """
+        ...
+
+
 class Operations(Protocol):
     """The operations of a model, all in the run dtype."""
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Return a linear layer. The caller drops the weight, [out, in]."""
+    can_be_recorded: bool
+    """Whether a step can be recorded as a graph: nothing waits for the device, and no shape
+    depends on what a tensor holds."""
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """In what type `linear` wants its weight. None: in the run dtype, as its bias."""
+        ...
+
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
+        """Return a linear layer, or the LM head. The caller drops the weight, [out, in]."""
+        ...
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Return silu(gate) * up of a linear layer whose rows are those of gate, then of up.
+
+        Shapes: weight [2 * I, in], bias [2 * I]; the layer's [T, in] to [T, I].
+        """
+        ...
+
+    def stack(
+        self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
+    ) -> LayerStack | None:
+        """Return the layers and the norm behind them as one, if that is faster than one by one."""
         ...
 
     def rms_norm(

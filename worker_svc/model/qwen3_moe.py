@@ -68,9 +68,8 @@ class Qwen3Moe(CausalModel):
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
-        attentions = self._attentions(
-            positions, kv_caches, slot_mappings, block_tables, seq_lens, query_start_loc
-        )
+        columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
+        attentions = self._attentions(columns, kv_caches)
         hidden = place(functional.embedding(token_ids, self._embedding), embedded)  # [T, E]
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):

@@ -6,12 +6,14 @@ from pathlib import Path
 
 import torch
 
+from kernels.checks import Scales
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.checkpoint import open_checkpoint
 from worker_svc.model.families import FAMILIES
 from worker_svc.model.loader import Loader, Progress
 from worker_svc.model.operations import Operations
+from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.model.torch_operations import TorchOperations
 
 
@@ -22,6 +24,11 @@ class LoadedModel:
     model: CausalModel
     weight_bytes: int
     load_seconds: float
+    ranks: OtherRanks
+    """Who has the rest of it."""
+
+    kv_scales: tuple[Scales, ...] | None = None
+    """Of fp8 keys and values, layer by layer, if the checkpoint has them."""
 
 
 def load_model(
@@ -29,20 +36,25 @@ def load_model(
     dtype: torch.dtype,
     device: torch.device,
     operations: Operations | None = None,
+    ranks: OtherRanks | None = None,
     progress: Progress | None = None,
     adapters: AdapterBank | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
 
-    With `adapters`, its layers take adapters of that bank.
+    With other ranks, load this rank's part; running it exchanges with them. With `adapters`, its
+    layers take adapters of that bank; that needs the whole model.
 
-    Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor.
+    Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor;
+        ConfigError if there are more ranks than can have a part.
     """
     started = time.perf_counter()
     operations = operations or TorchOperations()
     config, source = open_checkpoint(path)
     with source as tensors:
-        loader = Loader(tensors, config, dtype, device, operations, progress, adapters)
+        loader = Loader(tensors, config, dtype, device, operations, ranks, progress, adapters)
         model = FAMILIES[config.family](loader)
+        kv_scales = loader.kv_scales()
         loader.finish()
-    return LoadedModel(model, loader.weight_bytes, time.perf_counter() - started)
+    seconds = time.perf_counter() - started
+    return LoadedModel(model, loader.weight_bytes, seconds, ranks or NoOtherRanks(), kv_scales)

@@ -4,13 +4,16 @@ from time import perf_counter_ns
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker_svc.errors import InvariantError
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
+from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
+from worker_svc.runtime.drafts import verify_drafts, with_verified
 from worker_svc.runtime.embedded_spans import EmbeddedSpans
 from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.memory_budget import blocks_for
@@ -29,6 +32,9 @@ from worker_svc.runtime.step_plan import (
 
 _NOT_FINITE = "the model's logits are not finite"
 
+_FAILED = np.int32(-1)
+"""What ranks are told in place of a token."""
+
 
 class Sampled(NamedTuple):
     """What rows sampled; the columns are those of StepResult."""
@@ -44,9 +50,12 @@ class ModelRunner:
 
     What the plans said is kept in rows; a token that a row samples is appended to it here, so
     the scheduler need not send it back.
+
+    Of several ranks all run every plan, on their parts of the model. Rank 0 alone samples; the
+    others append the tokens it shares, and have no results.
     """
 
-    __slots__ = ("_adapters", "_last_step_id", "_model", "kv_cache", "rows")
+    __slots__ = ("_adapters", "_last_step_id", "_model", "_ranks", "kv_cache", "rows")
 
     def __init__(
         self,
@@ -55,6 +64,7 @@ class ModelRunner:
         *,
         max_num_seqs: int,
         max_model_len: int,
+        ranks: OtherRanks | None = None,
         adapters: AdapterBank | None = None,
     ) -> None:
         """Run rows with adapters of the bank that the model was loaded with, if it was."""
@@ -74,6 +84,7 @@ class ModelRunner:
         self.rows = Rows(max_num_seqs, max_model_len, tables, vocab_size, embedded)
         self._model = model
         self._adapters = adapters
+        self._ranks = ranks or NoOtherRanks()
         self._last_step_id = -1
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -105,10 +116,14 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.begin(self.rows.adapter[running], self.rows.num_new_tokens[running])
         prepared = perf_counter_ns()
-        logits = self._compute(inputs)
+        hidden = self._compute(inputs)
+        logits = self._model.logits(hidden[inputs.last_tokens])
         computed = perf_counter_ns()
+        verified = verify_drafts(
+            self._model.logits, self._draw, hidden, self.rows, running, _NOT_FINITE
+        )
         sampled = self._sample(logits, inputs.sampling_rows)
-        return StepResult(
+        result = StepResult(
             step_id=plan.step_id,
             rows=sampled.rows,
             tokens=sampled.tokens,
@@ -117,6 +132,7 @@ class ModelRunner:
             num_tokens=sampled.num_tokens,
             candidates=sampled.candidates,
         )
+        return result if verified is None else with_verified(result, verified)
 
     def _fail_without_adapter(self, plan: StepPlan) -> None:
         """Fail admitted rows whose adapter is not here."""
@@ -125,8 +141,8 @@ class ModelRunner:
                 self.rows.failures[entry.row] = f"adapter {entry.adapter} is not loaded here"
 
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the logits of the rows that sample. Shape: [S, V]."""
-        hidden = self._model.forward(
+        """Return the hidden states of all tokens. Shape: [T, E]."""
+        return self._model.forward(
             inputs.token_ids,
             inputs.positions,
             self.kv_cache.layers,
@@ -136,20 +152,22 @@ class ModelRunner:
             inputs.query_start_loc,
             inputs.embedded,
         )
-        return self._model.logits(hidden[inputs.last_tokens])
 
     def _sample(self, logits: torch.Tensor, rows: Int64Array) -> Sampled:
         """Sample for each row, and append to it the token that it keeps."""
         if not len(rows):
             return Sampled(no_int32(), no_int32(), no_int32(), None)
         params, positions = self.rows.sampling, self.rows.num_tokens[rows]
-        tokens, failed = sample(logits, rows, positions, params)
+        tokens, failed = self._draw(logits, rows, positions)
         if failed.any():
             self.rows.failures.update(dict.fromkeys(rows[failed].tolist(), _NOT_FINITE))
             kept = ~failed
             logits = logits[torch.from_numpy(kept).to(logits.device)]
             rows, tokens, positions = rows[kept], tokens[kept], positions[kept]
         self.rows.append_tokens(rows, tokens)
+        if not self._ranks.shard.leads:
+            params.num_samples[rows] = 1
+            return Sampled(no_int32(), no_int32(), no_int32(), None)
         num_tokens, candidates = no_int32(), None
         if (params.num_samples[rows] > 1).any():
             tokens, num_tokens = sample_several(logits, tokens, rows, positions, params)
@@ -157,6 +175,17 @@ class ModelRunner:
         if params.num_candidates[rows].any():
             candidates = find_candidates(logits, params.num_candidates[rows])
         return Sampled(rows.astype(np.int32), tokens, num_tokens, candidates)
+
+    def _draw(
+        self, logits: torch.Tensor, rows: Int64Array, positions: Int32Array
+    ) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
+        """Return a token for each row, and whether it failed: what rank 0 says, on every rank."""
+        if not self._ranks.shard.leads:
+            tokens = self._ranks.share_tokens(np.empty(len(rows), dtype=np.int32))
+            return tokens, tokens == _FAILED
+        tokens, failed = sample(logits, rows, positions, self.rows.sampling)
+        self._ranks.share_tokens(np.where(failed, _FAILED, tokens))
+        return tokens, failed
 
 
 def _timing(started: int, prepared: int, computed: int, ended: int) -> StepTiming:

@@ -24,8 +24,14 @@ class LocalAdapters:
 
     def __init__(self, settings: AdapterSettings, dtype: torch.dtype, device: torch.device) -> None:
         self._settings = settings
+        self._dtype = dtype
         self.bank = AdapterBank(dtype, device) if settings.directory else None
         """What the model must be loaded with. None: adapters are off."""
+
+    def move(self, device: torch.device) -> None:
+        """Be on another device than before. The model must not be loaded yet."""
+        if self.bank is not None:
+            self.bank = AdapterBank(self._dtype, device)
 
     def read(self, path: str) -> LoadedAdapter:
         """Return the adapter of a directory below ours, ready to run.

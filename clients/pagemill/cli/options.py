@@ -48,9 +48,10 @@ System = Annotated[str | None, Option(help="The system message.")]
 # How a server is set. Unset: the programs' own default.
 Device = Annotated[str | None, Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")]
-KvCacheDtype = Annotated[str | None, Option(help="Of cached keys and values. auto: as dtype.")]
+KvCacheDtype = Annotated[str | None, Option(help="auto (as dtype), fp8 or fp8_e5m2.")]
 KvCacheMemoryBytes = Annotated[int | None, Option(help="Of the KV cache, whatever is free.")]
 AttentionBackend = Annotated[str | None, Option(help="Of the worker: auto, native or torch.")]
+Quantization = Annotated[str | None, Option(help="Of linear layers: none, int8 or int4.")]
 GpuMemoryUtilization = Annotated[float | None, Option(help="Share of the device's memory.")]
 Threads = Annotated[int | None, Option(help="Threads of a CPU operation.")]
 Listen = Annotated[str | None, Option(metavar="ADDRESS", help="For clients; port 0: any free.")]
@@ -72,6 +73,13 @@ PriorityAgeing = Annotated[float | None, Option(help="Seconds of waiting worth o
 PreemptionVictim = Annotated[str | None, Option(help="cheapest or newest.")]
 LongPrefillTokenThreshold = Annotated[int | None, Option(help="Most of one request in a step.")]
 MaxLongPrefills = Annotated[int | None, Option(help="Most requests above it at once.")]
+TensorParallelSize = Annotated[
+    int | None,
+    Option(
+        help="Workers, each with a part of the model's heads.",
+        envvar="PAGEMILL_TENSOR_PARALLEL_SIZE",
+    ),
+]
 PipelineDepth = Annotated[int | None, Option(help="Plans in flight, 1 or 2.")]
 EnablePrefixCaching = Annotated[bool | None, Option(help="Share blocks of equal prefixes.")]
 PrefixCachingHashAlgo = Annotated[
@@ -90,6 +98,8 @@ AdapterDir = Annotated[
 MaxLoras = Annotated[int | None, Option(help="Most adapters at once.")]
 MaxLoraRank = Annotated[int | None, Option(help="Largest rank of an adapter.")]
 MaxEmbeddingBytes = Annotated[int | None, Option(help="Of embeddings that live requests hold.")]
+Speculation = Annotated[str | None, Option(help="off or prompt-lookup; changes no token.")]
+NumSpeculativeTokens = Annotated[int | None, Option(help="Most tokens of a draft.")]
 WorkerWait = Annotated[float | None, Option(help="Seconds requests wait for a worker.")]
 StepTimeout = Annotated[float | None, Option(help="Seconds a step may take.")]
 DrainTimeout = Annotated[float | None, Option(help="Seconds requests get after SIGTERM.")]

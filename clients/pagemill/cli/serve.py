@@ -1,4 +1,4 @@
-"""`pagemill serve`: a scheduler and a worker on this machine, until a signal."""
+"""`pagemill serve`: a scheduler and its workers on this machine, until a signal."""
 
 import asyncio
 import tempfile
@@ -36,6 +36,7 @@ def serve(
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_dtype: options.KvCacheDtype = None,
     attention_backend: options.AttentionBackend = None,
+    quantization: options.Quantization = None,
     enable_prefix_caching: options.EnablePrefixCaching = None,
     prefix_caching_hash_algo: options.PrefixCachingHashAlgo = None,
     eviction_policy: options.EvictionPolicy = None,
@@ -49,7 +50,10 @@ def serve(
     max_loras: options.MaxLoras = None,
     max_lora_rank: options.MaxLoraRank = None,
     max_embedding_bytes: options.MaxEmbeddingBytes = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
     pipeline_depth: options.PipelineDepth = None,
+    speculation: options.Speculation = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     threads: options.Threads = None,
     worker_listen: options.WorkerListen = None,
     worker_wait: options.WorkerWait = None,

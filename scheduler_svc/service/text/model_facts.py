@@ -59,6 +59,9 @@ class ModelFacts:
     hidden_size: int | None = None
     """Elements of an embedding. None: the model's files do not tell."""
 
+    num_heads: int | None = None
+    """Query heads of a layer. None: the model's files do not say."""
+
     bos_token_id: int | None = None
     """Begins a sequence. None: the model's files name no such token."""
 
@@ -105,6 +108,7 @@ def _from_gguf(header: GgufHeader) -> ModelFacts:
         eos_token_ids=frozenset(
             id_ for key in _GGUF_EOS_IDS if (id_ := fields.integer(key)) is not None
         ),
+        num_heads=fields.integer(f"{architecture}.attention.head_count"),
         bos_token_id=fields.integer("tokenizer.ggml.bos_token_id"),
         sampling=SamplingDefaults(
             temperature=fields.number("general.sampling.temp"),
@@ -158,6 +162,7 @@ def _from_directory(directory: Path) -> ModelFacts:
         vocab_size=config.required(config.integer, "vocab_size"),
         hidden_size=config.integer("hidden_size"),
         eos_token_ids=frozenset(eos or _ids_of_text(tokenizer, special_tokens.get("eos_token"))),
+        num_heads=config.integer("num_attention_heads"),
         bos_token_id=bos[0] if bos else None,
         sampling=SamplingDefaults(
             temperature=generation.number("temperature"),

@@ -55,7 +55,7 @@ def new_runner(request: pytest.FixtureRequest, places: Path) -> Callable[[], Mod
         limits = RunnerLimits(
             block_size=4, max_num_seqs=8, max_model_len=64, num_gpu_blocks_override=60
         )
-        return make_runner(loaded, limits, bank)[0]
+        return make_runner(loaded, limits, adapters=bank)[0]
 
     return make
 
@@ -93,7 +93,9 @@ def test_logits_are_those_of_merged_weights(places: Path, monkeypatch: pytest.Mo
     loaded = load_model(places / "0", torch.float32, CPU, adapters=bank)
     bank.publish(1, bank.prepare(*read_checkpoint(places / "a1", bank.targets, 64)))
     runner, _ = make_runner(
-        loaded, RunnerLimits(block_size=4, max_model_len=64, num_gpu_blocks_override=60), bank
+        loaded,
+        RunnerLimits(block_size=4, max_model_len=64, num_gpu_blocks_override=60),
+        adapters=bank,
     )
     seen: list[torch.Tensor] = []
     compute = Llama.logits

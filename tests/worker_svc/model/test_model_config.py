@@ -126,7 +126,8 @@ def test_windows_may_be_in_some_layers_only() -> None:
     qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 4}
     qwen |= {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3}
     config = config_from_hf(qwen)
-    assert (config.sliding_window, config.full_layers) == (7, {0, 1, 2})
+    assert config.sliding_window == 7
+    assert config.full_layers == {0, 1, 2}
     assert [group.layers for group in config.kv_groups] == [(0,), (1,), (2,), (3,)]
     kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
     assert config_from_hf(qwen | {"layer_types": kinds}).full_layers == {1, 3}

@@ -12,7 +12,8 @@ from tiny_llama import HEADS, KV_HEADS, tiny_weights, write_tiny_llama
 from worker_svc.errors import ModelError
 from worker_svc.model.llama import Llama
 from worker_svc.model.operations import Linear
-from worker_svc.model.torch_operations import TorchLinear
+from worker_svc.model.safetensors_weights import SafetensorsWeights
+from worker_svc.model.torch_operations import TorchGatedLinear, TorchLinear
 from worker_svc.model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -20,6 +21,8 @@ Tensors = dict[str, torch.Tensor]
 
 
 def matrix(linear: Linear) -> torch.Tensor:
+    if isinstance(linear, TorchGatedLinear):
+        linear = linear.linear
     assert isinstance(linear, TorchLinear)
     return linear.weight
 
@@ -129,3 +132,17 @@ def test_files_that_are_damaged_or_not_there_are_named(tmp_path: Path) -> None:
         index.write_text(text)
         with pytest.raises(ModelError, match=message):
             load_model(tmp_path, torch.float32, CPU)
+
+
+def test_a_part_is_read_from_its_file_alone(tmp_path: Path) -> None:
+    write_shards(tmp_path, tensors := tiny_weights(0))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"any": "a.safetensors", "other": "b.safetensors"}})
+    )
+    name = "model.layers.1.mlp.down_proj.weight"
+    with SafetensorsWeights(tmp_path) as weights:
+        assert weights.shape(name) == list(tensors[name].shape)
+        assert torch.equal(weights.read(name, torch.float32, range(3, 9)), tensors[name][3:9])
+        assert torch.equal(
+            weights.read(name, torch.float32, range(64), range(5, 20)), tensors[name][:, 5:20]
+        )

@@ -301,7 +301,6 @@ def test_values_that_mean_off_are_no_features(row: worker_pb2.AdmittedRow) -> No
     ("feature", "changes"),
     [
         ("transfers", {"transfers": [worker_pb2.BlockTransfer()]}),
-        ("drafts", {"drafts": [worker_pb2.Draft()]}),
     ],
 )
 def test_each_feature_that_changes_rows_or_keys_and_is_not_served_stops_the_plan(
@@ -353,3 +352,16 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
         | ignored_sampling
         | set(wire.ROW_FEATURES_NOT_SERVED)
     )
+
+
+def test_drafts_are_read_row_by_row() -> None:
+    message = worker_pb2.StepPlan(
+        drafts=[
+            worker_pb2.Draft(row=2, tokens=encode([7, 8])),
+            worker_pb2.Draft(row=5, tokens=encode([9])),
+        ]
+    )
+    drafts = wire.read_plan(message).drafts
+    assert [(draft.row, draft.tokens.tolist()) for draft in drafts] == [(2, [7, 8]), (5, [9])]
+    with pytest.raises(InvariantError, match="drafts has 3 bytes"):
+        wire.read_plan(worker_pb2.StepPlan(drafts=[worker_pb2.Draft(row=1, tokens=b"abc")]))

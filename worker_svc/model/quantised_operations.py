@@ -1,0 +1,41 @@
+"""A model's operations on a CPU with weights of 4 or 8 bits, rounded when they are loaded."""
+
+import torch
+
+from kernels.quantised_linear import QuantisedLinear, quantise
+from worker_svc.model.native_operations import NativeOperations
+from worker_svc.model.operations import Linear
+
+
+class QuantisedOperations(NativeOperations):
+    """As `NativeOperations`, but for linear layers. Embeddings stay; the LM head has 8 bits.
+
+    So has it in 4-bit files: with 4 its rounding would be most of the logits' error. A group of a
+    Q4_1 file is found again, value for value, since it has both ends of its range; so is one of
+    Q8_0. Other weights are off by half a step.
+    """
+
+    __slots__ = ("_bits", "_dtype")
+
+    def __init__(self, bits: int, dtype: torch.dtype) -> None:
+        """Take weights of `bits` (4 or 8) for hidden states of `dtype`."""
+        super().__init__()
+        self._bits = bits
+        self._dtype = dtype
+
+    @property
+    def weight_dtype(self) -> torch.dtype:
+        """Float32, lest values leave their grid on the way."""
+        return torch.float32
+
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
+        """Round the weight and lay it out, in a copy."""
+        rounded = quantise(weight, 8 if is_head else self._bits)
+        return QuantisedLinear(rounded, bias, dtype=self._dtype, memory=self._memory)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """As `linear`, of both matrices together."""
+        rounded = quantise(weight, self._bits)
+        return QuantisedLinear(rounded, bias, dtype=self._dtype, is_gated=True, memory=self._memory)
