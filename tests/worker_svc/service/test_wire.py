@@ -329,7 +329,7 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
     }
     read_plan = {
         *{"step_id", "epoch", "reset", "released_rows", "forked", "admitted", "appended"},
-        *{"copy_sources", "copy_destinations"},
+        *{"copy_sources", "copy_destinations", "drafts"},
         *{"exception_rows", "exception_num_computed_tokens", "exception_num_new_tokens"},
     }
     assert {field.name for field in worker_pb2.StepPlan.DESCRIPTOR.fields} == (
