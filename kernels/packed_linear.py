@@ -1,7 +1,6 @@
 """A linear layer whose matrix is laid out once, for the processor's products."""
 
 import ctypes
-from collections.abc import Callable
 
 import torch
 from torch.nn import functional
@@ -9,7 +8,7 @@ from torch.nn import functional
 from kernels import reference_layers
 from kernels.checks import ACTIVATIONS
 from kernels.cpu_build import TYPES, native_code
-from kernels.native_linear import NativeLinear
+from kernels.native_linear import NativeLinear, native_linear
 from kernels.weight_memory import WeightMemory
 
 
@@ -96,7 +95,7 @@ class PackedLinear:
     @property
     def native(self) -> NativeLinear | None:
         """How native code calls the layer. None: there is no native code."""
-        return native_of(self._call, self._arguments, self.num_outputs)
+        return native_linear(self._call, self._arguments, self.num_outputs)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product. Shapes: x [T, I], out and returned [T, O], of the weight's dtype.
@@ -121,16 +120,6 @@ class PackedLinear:
         if self._arguments.is_gated:
             product = reference_layers.silu_and_mul(product)
         return out.copy_(product)
-
-
-def native_of(
-    call: Callable[..., int] | None, arguments: ctypes.Structure, num_outputs: int
-) -> NativeLinear | None:
-    """Return a function of `PROTOTYPE`'s kind with its first argument, as native code calls it."""
-    if call is None:
-        return None
-    address = ctypes.cast(call, ctypes.c_void_p).value  # type: ignore[arg-type] # a pointer to a function
-    return NativeLinear(address or 0, ctypes.addressof(arguments), num_outputs)
 
 
 def check_rows_of(name: str, x: torch.Tensor, width: int, dtype: torch.dtype) -> None:

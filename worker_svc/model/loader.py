@@ -6,10 +6,12 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 from torch.nn import functional
 
+from kernels.checks import Scales
 from kernels.quantised_linear import QuantisedLinear
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.experts import Expert, Experts
 from worker_svc.model.gguf_names import ROPE_DIVISORS
+from worker_svc.model.kv_scales import read_kv_scales
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Operations
 from worker_svc.model.other_ranks import GatheredHead, NoOtherRanks, OtherRanks, SummedLinear
@@ -91,6 +93,22 @@ class Loader:
         return tuple(
             load(self, f"model.layers.{number}", number) for number in range(self.config.num_layers)
         )
+
+    def kv_scales(self) -> tuple[Scales, ...] | None:
+        """Return the scales of fp8 keys and values, layer by layer; None if there are none."""
+        whole, mine = self._whole, self._shard.heads(self._whole).keys
+        scales, known = read_kv_scales(
+            self._left,
+            lambda name: self._source.read(name, torch.float32),
+            whole.num_layers,
+            whole.num_kv_heads,
+            self._device,
+        )
+        self._left -= known
+        if scales is None:
+            return None
+        heads = slice(mine.start, mine.stop)
+        return tuple(Scales(one.k[heads].clone(), one.v[heads].clone()) for one in scales)
 
     def finish(self) -> None:
         """Raise ModelError if a tensor was not taken: it would change the result, were it used."""

@@ -92,12 +92,12 @@ class _NativeAttention:
 
     def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
         """As `StepAttention.attend`."""
-        k_cache, v_cache = cache
+        k_cache, v_cache, scales = cache
         num_kv_heads, head_dim = k_cache.shape[2:]
         columns = self.columns
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:]
         k, v = kv[:, :num_kv_heads], kv[:, num_kv_heads:]
-        store = Store(v, k_cache, v_cache, columns.slot_mapping)
+        store = Store(v, k_cache, v_cache, columns.slot_mapping, scales)
         cpu_layers.rotary(q, k, self.cos, self.sin, store)
         return attend(
             q,
@@ -108,4 +108,5 @@ class _NativeAttention:
             columns.query_start_loc,
             columns.scale or head_dim**-0.5,
             window=columns.window,
+            scales=scales,
         )
