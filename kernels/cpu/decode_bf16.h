@@ -301,12 +301,13 @@ struct DotBf16 {
         int64_t padded, left;
         Ahead& ahead;
 
-        // Behind the last of an odd number of tokens it stands again.
+        // Behind the last of an odd number of tokens are zeros: its own infinity would be NaN there.
         template <bool WHOLE>
         __attribute__((always_inline)) void pair_at(int64_t t, __m512bh* x) const {
+            static const T nothing[64] = {};
             int64_t last = rows.count - 1;
             const T* a = values + rows.here[t < last ? t : last];
-            const T* b = values + rows.here[t + 1 < last ? t + 1 : last];
+            const T* b = t < last ? values + rows.here[t + 1] : nothing;
             pair<WHOLE>(a, b, left, x);
         }
 

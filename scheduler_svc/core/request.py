@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from scheduler_svc.core.block_hash import NO_EXTRA_KEYS, BlockHash, ExtraKeys
+from scheduler_svc.core.draft_record import DraftRecord
 from scheduler_svc.core.free_block_queue import BlockId
 
 
@@ -162,6 +163,7 @@ class Request:
         "blocks",
         "computed_before_preemption",
         "deadline_ns",
+        "drafts",
         "error",
         "extra",
         "finish_reason",
@@ -279,6 +281,8 @@ class Request:
         # Facts for the account.
         self.num_cached_tokens = self.num_recomputed_tokens = 0
         self.preemption_times_ns: list[int] = []
+        self.drafts: DraftRecord | None = None
+        """How its drafts have done, if it had any."""
         self.first_scheduled_ns: int | None = None
         self.first_token_ns: int | None = None
         self.finished_ns: int | None = None

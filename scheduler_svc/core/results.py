@@ -4,6 +4,7 @@ import numpy as np
 
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end, preempt
+from scheduler_svc.core.draft_results import DraftTokens, apply_drafts, split_drafts
 from scheduler_svc.core.ending import note_stop_id, reason_to_end
 from scheduler_svc.core.family_results import FamilyTokens, apply_families, split_result
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId
@@ -23,7 +24,10 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
         raise ValueError(f"result of step {result.step_id} came before any worker")
     failed = {row for row, _ in result.row_errors}
     families: list[FamilyTokens] = []
+    verified: list[DraftTokens] = []
     oldest = state.journal.oldest
+    if oldest is not None and oldest.drafts and oldest.step_id == result.step_id:
+        result, verified = split_drafts(oldest, result, failed)
     if oldest is not None and oldest.families and oldest.step_id == result.step_id:
         result, families = split_result(oldest, result, failed)
     step = _take_step(state, result, failed)
@@ -43,6 +47,8 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
         _append(state, rows, sampled, step.step_id, pool, now_ns, outcome)
     if families:
         apply_families(state, step, families, pool, now_ns, outcome)
+    if verified:
+        apply_drafts(state, step, verified, pool, now_ns, outcome)
     return outcome
 
 

@@ -6,6 +6,7 @@ import numpy as np
 
 from scheduler_svc.core.beam_search import num_candidates
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.drafting import expect_drafts, note_drafts
 from scheduler_svc.core.family_results import note_families
 from scheduler_svc.core.forks import forked_rows
 from scheduler_svc.core.journal import FlyingStep
@@ -28,10 +29,14 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
         count[row.row] = row.num_new_tokens
     rows.num_last_new = count
     ran = count.nonzero()[0]
+    if draft.drafts:
+        expect_drafts(rows, draft.drafts)
     samples = (rows.num_computed == rows.num_tokens + rows.num_pending) & (count > 0)
     rows.num_pending += samples
     step = FlyingStep(state.next_step_id, ran, rows.generation[ran], samples[ran])
     step.published += draft.published
+    if draft.drafts:
+        note_drafts(rows, draft.drafts, step)
     if state.families:
         note_families(state, step)
     forked = forked_rows(state, draft) if state.pending_forks or draft.cuts else ()
@@ -47,7 +52,7 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
         forked=forked,
         exceptions=exceptions,
         admitted_rows=admitted,
-        serial_rows=list(step.families),
+        serial_rows=[*step.families, *step.drafts],
     )
     state.released_rows.clear()
     state.reset = False

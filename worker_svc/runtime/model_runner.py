@@ -12,6 +12,7 @@ from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
+from worker_svc.runtime.drafts import verify_drafts, with_verified
 from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.memory_budget import blocks_for
 from worker_svc.runtime.rows import Rows
@@ -105,10 +106,14 @@ class ModelRunner:
             )
         inputs = build_step_inputs(self.rows, running, self._model.device)
         prepared = perf_counter_ns()
-        logits = self._compute(inputs)
+        hidden = self._compute(inputs)
+        logits = self._model.logits(hidden[inputs.last_tokens])
         computed = perf_counter_ns()
+        verified = verify_drafts(
+            self._model.logits, self._draw, hidden, self.rows, running, _NOT_FINITE
+        )
         sampled = self._sample(logits, inputs.sampling_rows)
-        return StepResult(
+        result = StepResult(
             step_id=plan.step_id,
             rows=sampled.rows,
             tokens=sampled.tokens,
@@ -117,10 +122,11 @@ class ModelRunner:
             num_tokens=sampled.num_tokens,
             candidates=sampled.candidates,
         )
+        return result if verified is None else with_verified(result, verified)
 
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the logits of the rows that sample. Shape: [S, V]; only rank 0 can use them."""
-        hidden = self._model.forward(
+        """Return the hidden states of all tokens. Shape: [T, E]."""
+        return self._model.forward(
             inputs.token_ids,
             inputs.positions,
             self.kv_cache.layers,
@@ -129,7 +135,6 @@ class ModelRunner:
             inputs.seq_lens,
             inputs.query_start_loc,
         )
-        return self._model.logits(hidden[inputs.last_tokens])
 
     def _sample(self, logits: torch.Tensor, rows: Int64Array) -> Sampled:
         """Sample for each row, and append to it the token that it keeps."""

@@ -31,7 +31,7 @@ def test_there_is_one_block_more_than_is_usable(config: ModelConfig, dtype: torc
     assert len(cache.layers) == 2
     num_bytes = 0
     for layer in cache.layers:
-        for tensor in layer:
+        for tensor in layer[:2]:
             assert tensor.shape == (8, 4, 2, 16)
             assert tensor.dtype == dtype
             assert tensor.is_contiguous()
@@ -71,11 +71,11 @@ def test_blocks_are_copied_in_every_layer(config: ModelConfig) -> None:
     cache = KVCache(config, 5, 4, torch.float32, CPU)
     before = []
     for layer in cache.layers:
-        for tensor in layer:
+        for tensor in layer[:2]:
             tensor.normal_()
             before.append(tensor.clone())
     cache.copy_blocks(BlockCopies(int32(1, 1, 4), int32(2, 5, 3)))
-    after = [tensor for layer in cache.layers for tensor in layer]
+    after = [tensor for layer in cache.layers for tensor in layer[:2]]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new[[0, 1, 4]], old[[0, 1, 4]])
         assert torch.equal(new[[2, 5, 3]], old[[1, 1, 4]])

@@ -11,7 +11,7 @@ from tiny_llama import write_tiny_llama
 from worker_svc.errors import ConfigError
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.kv_cache import block_bytes
-from worker_svc.runtime.memory_budget import GIB, MAX_CPU_BYTES
+from worker_svc.runtime.memory_budget import GIB, MAX_CPU_BYTES, startup_lines
 from worker_svc.runtime.start_up import RunnerLimits, make_runner, run_largest_step
 
 
@@ -98,3 +98,13 @@ def test_impossible_limits_are_named(limits: dict[str, int], message: str) -> No
 def test_the_largest_step_can_be_rehearsed(loaded: LoadedModel, rows: int, tokens: int) -> None:
     """On a GPU its memory is measured; here it shows that the step fits together."""
     run_largest_step(loaded.model, RunnerLimits(max_num_seqs=rows, max_num_batched_tokens=tokens))
+
+
+def test_blocks_that_hold_no_longest_request_are_said_to(loaded: LoadedModel) -> None:
+    _, report = make_runner(loaded, RunnerLimits(num_gpu_blocks_override=3))
+    assert startup_lines(report)[-1] == (
+        "max_model_len is 512, and the KV cache holds less: the longest request that fits has "
+        "48 tokens"
+    )
+    _, enough = make_runner(loaded, RunnerLimits(num_gpu_blocks_override=32))
+    assert len(startup_lines(enough)) == 3
