@@ -17,7 +17,8 @@ import torch
 from kernels.cpu_build import native_code, why_no_native_code
 from kernels.huge_pages import huge_tensor
 from worker_svc.errors import ConfigError
-from worker_svc.model.model_config import ModelConfig, read_model_config
+from worker_svc.model.checkpoint import read_model_config
+from worker_svc.model.model_config import ModelConfig
 from worker_svc.service.devices import choose_device, choose_dtype
 from worker_svc.service.local_model import set_threads
 
