@@ -30,7 +30,8 @@ def test_of_rounded_weights_a_step_reads_what_they_take(tmp_path: Path, bits: in
     config = read_model_config(folder)
     looked_up = (config.vocab_size - 1) * config.hidden_size * 2
     expected = loaded.weight_bytes - looked_up
-    assert read_bytes_of_step(config, 2, f"int{bits}") == pytest.approx(expected, rel=0.01)
+    # Packed, so small a matrix is filled up to a whole number of panels and groups.
+    assert read_bytes_of_step(config, 2, f"int{bits}") == pytest.approx(expected, rel=0.02)
 
 
 def test_the_program_answers_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
