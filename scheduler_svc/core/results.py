@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from scheduler_svc.core.asked import check_told, keep_prompt_parts, keep_vectors, told_tokens
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.ending import note_stop_id, reason_to_end
@@ -23,12 +24,17 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
         raise ValueError(f"result of step {result.step_id} came before any worker")
     failed = {row for row, _ in result.row_errors}
     families: list[FamilyTokens] = []
-    oldest = state.journal.oldest
-    if oldest is not None and oldest.families and oldest.step_id == result.step_id:
-        result, families = split_result(oldest, result, failed)
+    oldest, whole = state.journal.oldest, result
+    if oldest is not None and oldest.step_id == result.step_id:
+        check_told(oldest, result, failed)
+        if oldest.families:
+            result, families = split_result(oldest, result, failed)
     step = _take_step(state, result, failed)
     state.counters.steps += 1
     outcome = StepOutcome(step.step_id, [], [], [])
+    if step.asking is not None or step.prompts:
+        outcome.told.update(told_tokens(state, step, whole, failed))
+        keep_prompt_parts(state, step, whole)
     for row, reason in result.row_errors:
         _fail_row(state, step, row, reason, pool, now_ns, outcome)
     sampling = step.sampling(failed)
@@ -43,6 +49,8 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
         _append(state, rows, sampled, step.step_id, pool, now_ns, outcome)
     if families:
         apply_families(state, step, families, pool, now_ns, outcome)
+    if step.pooled:
+        keep_vectors(state, step, whole, now_ns, outcome)
     return outcome
 
 

@@ -230,6 +230,10 @@ class Engine:
             pile = piles.get(request)
             if pile is not None and not pile.push(token, step_id):
                 self._fail(pile.stream, too_slow())
+        if outcome.told:
+            for request in outcome.requests:
+                if request in outcome.told and request in piles:
+                    piles[request].told.append(outcome.told[request])
         ended = (piles[request].stream for request in outcome.finished if request in piles)
         for stream in dict.fromkeys(ended):
             stream.end_finished()

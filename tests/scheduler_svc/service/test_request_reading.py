@@ -195,20 +195,22 @@ async def test_a_bad_value_is_refused_with_its_field_and_bound(
     assert len(str(refused.value)) < 600
 
 
+def beams_and(**fields: object) -> GenerateRequest:
+    return asking(beam=BeamSearch(width=2), **fields)
+
+
 NOT_SERVED = [
     (asking(adapter="lora"), "adapter"),
     (asking(guide=Guide(regex="a+")), "guide"),
     (GenerateRequest(token_ids=PROMPT, embeddings=[EmbeddingSpan(content_id="x")]), "embeddings"),
-    (with_sampling(presence_penalty=1), "sampling.presence_penalty"),
-    (with_sampling(frequency_penalty=-1), "sampling.frequency_penalty"),
-    (with_sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),
-    (with_sampling(logit_bias={5: 1.0}), "sampling.logit_bias"),
-    (with_sampling(allowed_token_ids=[5]), "sampling.allowed_token_ids"),
-    (with_sampling(bad_words=["x"]), "sampling.bad_words"),
-    (with_stopping(min_tokens=1), "stopping.min_tokens"),
-    (with_output(logprobs=0), "output.logprobs"),
-    (with_output(prompt_logprobs=0), "output.prompt_logprobs"),
-    (with_output(echo=True), "output.echo"),
+    (beams_and(sampling=Sampling(presence_penalty=1)), "sampling.presence_penalty"),
+    (beams_and(sampling=Sampling(frequency_penalty=-1)), "sampling.frequency_penalty"),
+    (beams_and(sampling=Sampling(repetition_penalty=1.1)), "sampling.repetition_penalty"),
+    (beams_and(sampling=Sampling(logit_bias={5: 1.0})), "sampling.logit_bias"),
+    (beams_and(sampling=Sampling(allowed_token_ids=[5])), "sampling.allowed_token_ids"),
+    (beams_and(sampling=Sampling(bad_words=["x"])), "sampling.bad_words"),
+    (beams_and(stopping=Stopping(min_tokens=1)), "stopping.min_tokens"),
+    (beams_and(output=OutputOptions(logprobs=0)), "output.logprobs"),
 ]
 
 
@@ -221,12 +223,11 @@ async def test_a_field_of_later_versions_is_refused_by_name(
     assert refused.value.field == field
 
 
-async def test_neutral_values_of_later_fields_are_served() -> None:
+async def test_neutral_values_mean_what_unset_ones_do() -> None:
     neutral = with_sampling(
-        n=1, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_k=-1
+        n=1, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_k=-1, seed=3
     )
-    submission = await read(neutral)
-    assert submission.sampling.top_k == 0
+    assert (await read(neutral)).sampling == (await read(with_sampling(seed=3))).sampling
     assert (await read(with_sampling(n=1))).token_ids == array("i", [104, 105])
 
 
