@@ -44,15 +44,15 @@ def check_told(step: FlyingStep, result: StepResult, failed: set[int]) -> None:
         raise ValueError(
             f"step {step.step_id} gave vectors of rows {given}, expected {sorted(wanted)}"
         )
-    if step.asking is None:
+    sampled = _sampled(step, failed)
+    if not any(asks for _, asks, _ in sampled):
         return
-    ranks = result.ranks
+    ranks, counts = result.ranks, [count for _, _, count in sampled]
     if ranks is None or result.logprobs is None:
         raise ValueError(f"step {step.step_id} gave no log-probabilities, which rows asked for")
-    counts = [count for _, _, count in _sampled(step, failed)]
     if sum(counts) != len(ranks):
         raise ValueError(f"step {step.step_id} gave {len(ranks)} ranks, expected {sum(counts)}")
-    asking = np.repeat([asks for _, asks, _ in _sampled(step, failed)], counts)
+    asking = np.repeat([asks for _, asks, _ in sampled], counts)
     if (ranks[asking] < 1).any():
         raise ValueError(f"step {step.step_id} gave no rank of a token whose row asked for it")
     candidates = result.candidates
