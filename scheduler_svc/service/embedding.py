@@ -176,15 +176,12 @@ def _vector(finish: Finish | None) -> Vector:
 
 def normalized(vector: Vector) -> Vector:
     """Return the vector of length 1 with the same direction, in float32; zeros stay zeros."""
-    length = np.float32(np.linalg.norm(vector))
-    if length == 0 or not np.isfinite(length):
-        # Too small or too large to square in float32: scale first.
-        largest = np.float32(np.abs(vector).max())
-        if largest == 0:
-            return vector
-        vector = vector / largest
-        length = np.float32(np.linalg.norm(vector))
-    scaled: Vector = (vector / length).astype(np.float32)
+    largest = np.abs(vector).max()
+    if largest == 0:
+        return vector
+    # Squares of what is left neither overflow nor vanish.
+    scaled: Vector = vector / largest
+    scaled /= np.linalg.norm(scaled)
     return scaled
 
 

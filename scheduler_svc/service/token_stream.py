@@ -1,11 +1,12 @@
 """The tokens of one live request, piling up until its reader comes."""
 
 import asyncio
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from scheduler_svc.core.errors import RequestError, SlowReaderError
 from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.step_plan import StepOutcome
 from scheduler_svc.core.told import PromptTable, TokenTold
 from scheduler_svc.service.engine_door import Accepted, Account, Finish, Gain, TokenBatch
 
@@ -255,6 +256,15 @@ def _last(times: Iterable[int | None]) -> int | None:
 
 StopAfter: TypeAlias = Callable[[Request, int], None]
 """Ends a sequence as stopped, with only so many output tokens."""
+
+
+def pile_told(piles: Mapping[Request, Pile], outcome: StepOutcome) -> None:
+    """Add what a step told of tokens to the piles that these were pushed to; mostly nothing."""
+    if not outcome.told:
+        return
+    for request in outcome.requests:
+        if request in outcome.told and request in piles:
+            piles[request].told.append(outcome.told[request])
 
 
 def too_slow() -> SlowReaderError:

@@ -11,7 +11,8 @@ from transformers import LlamaForCausalLM
 
 import transformers_oracle as oracle
 from cases.stack import Stack, serving
-from pagemill.client import InvalidArgumentError, TokenLogprob
+from pagemill.client import Delta, InvalidArgumentError, TokenLogprob
+from pagemill.client.embedding import Pooling
 from sampling_oracle import Rules, greedy_by
 from tiny_llama import EOS, EOT, VOCAB, write_tiny_llama
 
@@ -186,7 +187,7 @@ async def test_as_many_are_told_of_as_came_in_every_message(tiny: Path) -> None:
         events = stack.client.generate(
             prompt=PROMPT, max_tokens=30, n=3, seed=2, logprobs=2, min_interval_s=0.02, **ENDLESS
         )
-        deltas = [event async for event in events if hasattr(event, "token_ids")]
+        deltas = [event async for event in events if isinstance(event, Delta)]
         assert len(deltas) > 3
         for delta in deltas:
             assert len(delta.logprobs) == len(delta.token_ids)
@@ -294,12 +295,13 @@ async def test_a_seed_draws_the_same_alone_in_company_in_chunks_and_preempted(
     found = {}
     for name, settings in SETTINGS.items():
         async with serving(tiny, **settings) as stack:
-            if name != "as it comes":
-                others = await busy(stack, 4)
+            others = await busy(stack, 0 if name == "as it comes" else 4)
             found[name] = (await stack.client.complete(**asked, **more)).token_ids
-            if name != "as it comes":
-                await others
+            await others
     assert found == dict.fromkeys(found, found["as it comes"])
+
+
+POOLINGS: tuple[Pooling, ...] = ("last", "mean")
 
 
 def states(theirs: LlamaForCausalLM, tokens: Sequence[int]) -> torch.Tensor:
@@ -317,11 +319,11 @@ async def test_vectors_are_the_pooled_hidden_states(
         others = await busy(stack)
         for repetition in range(2):
             for normalize in (False, True):
-                for pooling in ("last", "mean"):
+                for pooling in POOLINGS:
                     reply = await stack.client.embed(
                         inputs,
                         pooling=pooling,
-                        normalize=normalize,  # type: ignore[arg-type]
+                        normalize=normalize,
                     )
                     assert reply.usage.prompt_tokens == sum(map(len, inputs))
                     assert reply.usage.completion_tokens == 0

@@ -38,6 +38,7 @@ LONG_FUNCTIONS: dict[str, str] = dict.fromkeys(
     _KERNEL,
 ) | {
     "scheduler_svc/core/request.py::__init__": "a list of fields, each with its meaning below it",
+    "clients/pagemill/cli/complete.py::complete": "its signature is the list of flags",
 }
 
 

@@ -1,6 +1,7 @@
 """What a runner tells of tokens, prompts and rows, however their steps are cut."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -49,7 +50,7 @@ def runner(loaded: LoadedModel) -> ModelRunner:
     return made
 
 
-def admission(row: int, new: int, computed: int = 0, **asked: object) -> AdmittedRow:
+def admission(row: int, new: int, computed: int = 0, **asked: Any) -> AdmittedRow:
     blocks = int32(*range(1 + 40 * row, 41 + 40 * row))
     sampling = asked.pop("sampling", SamplingParams())
     return AdmittedRow(
@@ -61,11 +62,11 @@ def admission(row: int, new: int, computed: int = 0, **asked: object) -> Admitte
         new,
         (blocks,),
         sampling,
-        **asked,  # type: ignore[arg-type]
+        **asked,
     )
 
 
-def in_chunks(runner: ModelRunner, chunks: list[int], **asked: object) -> list[StepResult]:
+def in_chunks(runner: ModelRunner, chunks: list[int], **asked: Any) -> list[StepResult]:
     """Run the prompt of row 1 in chunks; the last is what is left."""
     results = [runner.run(make_plan(0, admitted=[admission(1, chunks[0], **asked)]))]
     done = chunks[0]
