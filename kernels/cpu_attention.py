@@ -17,7 +17,7 @@ from kernels.cpu_build import TYPES, native_code
 from kernels.reference_attention import attention
 
 
-class _Attention(ctypes.Structure):
+class AttentionArguments(ctypes.Structure):
     """`Attention` of kernels/cpu/attention.h, field by field."""
 
     _fields_ = (
@@ -90,7 +90,7 @@ def attend(
                       window=window, soft_cap=soft_cap, scales=scales)
         )  # fmt: skip
     S, G = k_cache.shape[1:3]
-    arguments = _Attention(
+    arguments = AttentionArguments(
         q=q.data_ptr(),
         k_cache=k_cache.data_ptr(),
         v_cache=v_cache.data_ptr(),

@@ -27,12 +27,13 @@ def _structure(name: str, pointers: str, numbers: str, reals: str = "") -> type[
     return type(name, (ctypes.Structure,), {"_fields_": fields})
 
 
-_Rotary = _structure(
+RotaryArguments = _structure(
     "Rotary",
     "q k v cos sin k_cache v_cache slot_mapping k_scale v_scale",
     "q_stride k_stride v_stride scale_stride T H G D dtype kv_dtype num_threads",
 )
 _RmsNorm = _structure("RmsNorm", "x weight residual out", "x_stride T E dtype num_threads", "eps")
+_NormHeads = _structure("NormHeads", "x weight", "x_stride T H D dtype num_threads", "eps")
 _SiluAndMul = _structure("SiluAndMul", "gate_up out", "stride T I dtype num_threads")
 
 
@@ -72,7 +73,7 @@ def rotary(
         return _rotary_in_torch(q, k, cos, sin, store)
     if T == 0:
         return None
-    arguments = _Rotary(
+    arguments = RotaryArguments(
         q=q.data_ptr(), k=k.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
         q_stride=q.stride(0), k_stride=k.stride(0), T=T, H=H, G=G, D=D,
         dtype=TYPES[q.dtype], kv_dtype=TYPES[q.dtype], num_threads=torch.get_num_threads(),
@@ -154,6 +155,37 @@ def rms_norm(
     return out
 
 
+def norm_heads(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, *, code: ctypes.CDLL | None = None
+) -> None:
+    """Divide each head by its root mean square, and multiply by its weight, in place.
+
+    Shapes: x [T, H, D], each token contiguous; weight [H, D], contiguous.
+
+    Raises: ValueError if a shape, layout or dtype is not as above.
+    Numerics: in fp32, rounded once.
+    """
+    if x.dim() != 3 or x.dtype not in ACTIVATIONS or 0 in x.shape[1:]:
+        raise ValueError(f"x is {list(x.shape)} {x.dtype}, must be [T, H, D] of {ACTIVATIONS}")
+    T, H, D = x.shape
+    if weight.shape != (H, D) or weight.dtype != x.dtype:
+        raise ValueError(
+            f"weight is {list(weight.shape)} {weight.dtype}, must be [{H}, {D}] {x.dtype}"
+        )
+    check_rows("x", x)
+    check_contiguous(weight=weight)
+    check_device(x, weight=weight)
+    code = code or native_code()
+    if code is None:
+        x.copy_(reference_layers.norm_heads(x, weight, eps))
+        return
+    arguments = _NormHeads(
+        x=x.data_ptr(), weight=weight.data_ptr(), x_stride=x.stride(0), T=T, H=H, D=D,
+        dtype=TYPES[x.dtype], num_threads=torch.get_num_threads(), eps=eps,
+    )  # fmt: skip
+    code.pagemill_norm_heads(ctypes.byref(arguments))
+
+
 def silu_and_mul(
     gate_up: torch.Tensor, out: torch.Tensor | None = None, *, code: ctypes.CDLL | None = None
 ) -> torch.Tensor:
@@ -161,6 +193,30 @@ def silu_and_mul(
 
     Raises: ValueError if a shape, layout or dtype is not as there.
     """
+    arguments, out = _activation(gate_up, out)
+    code = code or native_code()
+    if code is None:
+        return out.copy_(reference_layers.silu_and_mul(gate_up))
+    code.pagemill_silu_and_mul(ctypes.byref(arguments))
+    return out
+
+
+def gelu_and_mul(
+    gate_up: torch.Tensor, out: torch.Tensor | None = None, *, code: ctypes.CDLL | None = None
+) -> torch.Tensor:
+    """Return gelu(gate) * up, gelu by its approximation with tanh. Otherwise as `silu_and_mul`."""
+    arguments, out = _activation(gate_up, out)
+    code = code or native_code()
+    if code is None:
+        return out.copy_(reference_layers.gelu_and_mul(gate_up))
+    code.pagemill_gelu_and_mul(ctypes.byref(arguments))
+    return out
+
+
+def _activation(
+    gate_up: torch.Tensor, out: torch.Tensor | None
+) -> tuple[ctypes.Structure, torch.Tensor]:
+    """Check what an activation is given; return it for native code, and where the result goes."""
     if gate_up.dim() != 2 or gate_up.shape[1] % 2 or gate_up.dtype not in ACTIVATIONS:
         raise ValueError(f"gate_up is {list(gate_up.shape)} {gate_up.dtype}, must be [T, 2 * I]")
     T, I = gate_up.shape[0], gate_up.shape[1] // 2  # noqa: E741
@@ -171,12 +227,8 @@ def silu_and_mul(
     check_rows("gate_up", gate_up)
     check_contiguous(out=out)
     check_device(gate_up, out=out)
-    code = code or native_code()
-    if code is None:
-        return out.copy_(reference_layers.silu_and_mul(gate_up))
     arguments = _SiluAndMul(
         gate_up=gate_up.data_ptr(), out=out.data_ptr(), stride=gate_up.stride(0), T=T, I=I,
         dtype=TYPES[gate_up.dtype], num_threads=torch.get_num_threads(),
     )  # fmt: skip
-    code.pagemill_silu_and_mul(ctypes.byref(arguments))
-    return out
+    return arguments, out

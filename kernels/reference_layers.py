@@ -13,6 +13,18 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
 
 
+def norm_heads(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Return each head as `rms_norm` leaves it, in fp32. Shapes: x [T, H, D], weight [H, D]."""
+    x = x.float()
+    return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """Return gelu(gate) * up in fp32, gelu by tanh. Shapes: gate_up [T, 2 * I]."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return silu(gate) * up in fp32. Shapes: gate_up [T, 2 * I]."""
     gate, up = gate_up.float().chunk(2, dim=-1)

@@ -175,6 +175,10 @@ class SchedulerSettings(BaseSettings):
     max_long_prefills: int = Field(default=0, ge=0, le=65536)
     """Most requests at once with more to compute than that threshold. 0: any number."""
 
+    tensor_parallel_size: int = Field(default=1, ge=1, le=1024)
+    """Workers that hold one copy of the model together, each a part of its heads. At most as many
+    as the model has query heads."""
+
     pipeline_depth: int = Field(default=2, ge=1, le=2)
     """Plans in flight. 2 hides the way to the worker; 1 is easier to read in traces."""
 

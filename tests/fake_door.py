@@ -138,6 +138,10 @@ class FakeStream:
             sequence.num_output_tokens = num_output_tokens
             sequence.finish = Finish(FinishReason.STOP, None, "")
 
+    async def rest(self, seconds: float) -> None:
+        """Let nothing pile up: the script knows its batches."""
+        await asyncio.sleep(seconds)
+
     def account(self, *, finished: bool = False) -> Account:
         """Say what the request cost."""
         if self._account is not None:

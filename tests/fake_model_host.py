@@ -11,6 +11,7 @@ import numpy as np
 
 from pagemill.v1 import worker_pb2
 from scripted_scheduler import DEADLINE_S
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.step_plan import StepPlan, StepResult, StepTiming
 from worker_svc.service.exit_status import ExitStatus
@@ -48,13 +49,38 @@ class FakeRunner:
         )
 
 
-class FakeHost:
-    """Counts what is asked of it."""
+class FakeLaunchRunner:
+    """Takes plans at once; the steps of a FakeRunner run when they are collected."""
 
-    def __init__(self, step: Step = at_once, load: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, step: Step, launched: Step) -> None:
+        self._runner = FakeRunner(step)
+        self._launched = launched
+
+    def launch(self, plan: StepPlan) -> StepPlan:
+        self._launched(plan)
+        return plan
+
+    def run(self, plan: StepPlan) -> StepResult:
+        return self.collect(self.launch(plan))
+
+    def collect(self, launched: StepPlan) -> StepResult:
+        return self._runner.run(launched)
+
+
+class FakeHost:
+    """Counts what is asked of it. With `launched`, steps run beside the thread that takes plans."""
+
+    def __init__(
+        self,
+        step: Step = at_once,
+        load: Callable[[], None] = lambda: None,
+        launched: Step | None = None,
+    ) -> None:
         self._step = step
+        self._launched = launched
         self._load = load
         self.num_loads = 0
+        self.ranks: OtherRanks | None = None
         self.limits: list[CacheLimits] = []
         self.runners: list[FakeRunner] = []
         self.model = worker_pb2.ModelFacts(
@@ -68,14 +94,14 @@ class FakeHost:
         )
         self.device = worker_pb2.Device(kind="cpu", memory_bytes=1 << 30, name="a test")
 
-    def load(self) -> None:
+    def load(self, ranks: OtherRanks | None = None) -> None:
+        self.ranks = ranks
         if self.num_loads == 0:
             self._load()
         self.num_loads += 1
 
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         self.limits.append(limits)
-        self.runners.append(FakeRunner(self._step))
         report = MemoryReport(
             weight_bytes=1 << 20,
             load_seconds=0.5,
@@ -83,7 +109,11 @@ class FakeHost:
             block_size=limits.block_size,
             block_bytes=4096,
             max_model_len=limits.max_model_len,
+            blocks_per_request=-(-limits.max_model_len // limits.block_size),
         )
+        if self._launched is not None:
+            return FakeLaunchRunner(self._step, self._launched), report
+        self.runners.append(FakeRunner(self._step))
         return self.runners[-1], report
 
 

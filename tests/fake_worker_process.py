@@ -2,7 +2,7 @@
 
 import asyncio
 import copy
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 
@@ -65,6 +65,8 @@ class Connection:
     ) -> None:
         self.ack = ack
         self.stopped = False
+        self.on_stop: Callable[[], None] = lambda: None
+        self._silent = False
         self.gate = asyncio.Event()
         """Plans are answered while it is set."""
         self.gate.set()
@@ -83,9 +85,29 @@ class Connection:
     async def ready(self, num_blocks: int) -> None:
         await self.send(ready=worker_pb2.WorkerReady(num_blocks=num_blocks, block_bytes=1))
 
+    async def meet(self, port: int = 0) -> str:
+        """Say that this rank has loaded, and return where the group meets."""
+        await self.say_loaded(port)
+        async with asyncio.timeout(10):
+            message = await self._call.read()
+        assert isinstance(message, worker_pb2.JoinResponse)
+        assert message.WhichOneof("message") == "rendezvous", message
+        return message.rendezvous.address
+
+    async def say_loaded(self, port: int) -> None:
+        await self.send(loaded=worker_pb2.RankLoaded(rendezvous_port=port))
+
+    def drop(self) -> None:
+        """Break the connection."""
+        self._call.cancel()
+
+    def fall_silent(self) -> None:
+        """Send no more heartbeats."""
+        self._silent = True
+
     async def heartbeats(self) -> None:
         """Send heartbeats until cancelled."""
-        while True:
+        while not self._silent:
             await self.send(heartbeat=worker_pb2.Heartbeat(phase=worker_pb2.WORKER_PHASE_IDLE))
             await asyncio.sleep(self.ack.heartbeat_s)
 
@@ -94,6 +116,7 @@ class Connection:
         while isinstance(message := await self._call.read(), worker_pb2.JoinResponse):
             if message.HasField("stop"):
                 self.stopped = True
+                self.on_stop()
                 await self._call.done_writing()
                 return
             self.plans.append(message.plan)

@@ -8,8 +8,7 @@ import random
 from collections import Counter, abc
 from dataclasses import dataclass, field, replace
 
-from plan_driver import int32, make_plan
-from worker_svc.runtime.model_runner import ModelRunner
+from plan_driver import AnyRunner, int32, make_plan
 from worker_svc.runtime.step_plan import AdmittedRow, ForkedRow, SamplingParams, StepResult
 
 LONGEST = 24
@@ -52,7 +51,7 @@ Answer = tuple[int, tuple[int, ...], tuple[float, ...]]
 class Alone:
     """Computes what a row answers from all its tokens, with nothing in the cache."""
 
-    def __init__(self, runner: ModelRunner) -> None:
+    def __init__(self, runner: AnyRunner) -> None:
         self._runner = runner
         self._answers: dict[object, Answer] = {}
 
@@ -83,7 +82,7 @@ class Alone:
 class ForkScript:
     """Makes one plan after the other, and checks each answer."""
 
-    def __init__(self, runner: ModelRunner, alone: Alone, vocab: int, rng: random.Random) -> None:
+    def __init__(self, runner: AnyRunner, alone: Alone, vocab: int, rng: random.Random) -> None:
         self._runner = runner
         self._alone = alone
         self._vocab = vocab

@@ -6,9 +6,11 @@ Tests say which sequence runs how many tokens in which step; rows and blocks are
 import random
 from collections import abc
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import numpy as np
 
+from worker_svc.runtime.device_runner import DeviceRunner
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.step_plan import (
     AdmittedRow,
@@ -21,6 +23,8 @@ from worker_svc.runtime.step_plan import (
     StepResult,
     no_int32,
 )
+
+AnyRunner: TypeAlias = ModelRunner | DeviceRunner
 
 
 def int32(*values: int) -> Int32Array:
@@ -82,7 +86,7 @@ class Sequence:
 class PlanDriver:
     """Runs steps on a runner, and hands out its rows and blocks in an order drawn from a seed."""
 
-    def __init__(self, runner: ModelRunner, seed: int = 0) -> None:
+    def __init__(self, runner: AnyRunner, seed: int = 0) -> None:
         cache = runner.kv_cache
         self._runner = runner
         self._block_size = cache.block_size

@@ -7,19 +7,23 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch
 from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
     GenerationConfig,
+    GenerationMixin,
     LlamaConfig,
     LlamaForCausalLM,
-    MistralForCausalLM,
+    PreTrainedConfig,
     PreTrainedModel,
 )
 from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RotaryEmbedding
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import logging
 
@@ -40,6 +44,24 @@ DEMO_NUMBERS: dict[str, Any] = {
 }
 DEMO = LlamaConfig(**DEMO_NUMBERS)
 
+# Gemma 3 270M; the file does not tell query_pre_attn_scalar.
+GEMMA_NUMBERS: dict[str, Any] = {
+    "vocab_size": 262144,
+    "hidden_size": 640,
+    "intermediate_size": 2048,
+    "num_hidden_layers": 18,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 9.999999974752427e-07,
+    "sliding_window": 512,
+    "query_pre_attn_scalar": 256,
+}
+GEMMA = Gemma3TextConfig(**GEMMA_NUMBERS)
+
+ModelT = TypeVar("ModelT", bound=PreTrainedModel)
+
 
 def load_directory(directory: Path, dtype: torch.dtype = torch.float32) -> LlamaForCausalLM:
     """Load a Hugging Face directory."""
@@ -52,19 +74,34 @@ def load_demo(path: Path) -> LlamaForCausalLM:
 
     Not by `from_pretrained`, which wants the accelerate package for it.
     """
+    model = _load_gguf(path, LlamaForCausalLM, DEMO, DEMO_NUMBERS)
+    # The rotary frequencies are in no file, and on the meta device they have no values.
+    model.model.rotary_emb = LlamaRotaryEmbedding(DEMO)
+    return model
+
+
+def load_gemma(path: Path) -> Gemma3ForCausalLM:
+    """Load Gemma 3 270M's GGUF file likewise, which takes a minute: the vocabulary is large."""
+    model = _load_gguf(path, Gemma3ForCausalLM, GEMMA, GEMMA_NUMBERS)
+    model.model.rotary_emb = Gemma3RotaryEmbedding(GEMMA)
+    model.model.embed_tokens.embed_scale = torch.tensor(GEMMA.hidden_size**0.5)
+    return model
+
+
+def _load_gguf(
+    path: Path, kind: type[ModelT], config: PreTrainedConfig, numbers: dict[str, Any]
+) -> ModelT:
     with torch.device("meta"):
-        model = LlamaForCausalLM(DEMO)
+        model = kind(config)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # the arrays it makes tensors of are read-only
         loaded = load_gguf_checkpoint(str(path), return_tensors=True, model_to_load=model)
     for name, value in loaded["config"].items():
-        assert name not in DEMO_NUMBERS or DEMO_NUMBERS[name] == value
+        assert name not in numbers or numbers[name] == value
     missing = model.load_state_dict(loaded["tensors"], strict=False, assign=True)
     assert missing.unexpected_keys == []
     assert missing.missing_keys == ["lm_head.weight"]
     model.tie_weights()
-    # The rotary frequencies are in no file, and on the meta device they have no values.
-    model.model.rotary_emb = LlamaRotaryEmbedding(DEMO)
     model.eval()
     return model
 
@@ -77,12 +114,11 @@ def logits(model: PreTrainedModel, tokens: Sequence[int]) -> torch.Tensor:
 
 
 @torch.inference_mode()
-def greedy(
-    model: LlamaForCausalLM | MistralForCausalLM, prompt: Sequence[int], count: int
-) -> list[int]:
+def greedy(model: PreTrainedModel, prompt: Sequence[int], count: int) -> list[int]:
     """Return the `count` most likely tokens behind a prompt, whatever ends a text."""
     prompts = torch.tensor([list(prompt)])
     settings = GenerationConfig(max_new_tokens=count, do_sample=False, pad_token_id=0)
+    assert isinstance(model, GenerationMixin)
     model.generation_config.eos_token_id = None
     output = model.generate(prompts, settings, attention_mask=torch.ones_like(prompts))
     assert isinstance(output, torch.Tensor)

@@ -32,6 +32,7 @@ class WorkerListener:
         join_secret: str,
         hash_algorithm: HashAlgorithm,
         hash_seed: str,
+        tensor_parallel_size: int,
     ) -> None:
         limits = Limits(
             block_size=BLOCK_SIZE,
@@ -50,6 +51,7 @@ class WorkerListener:
             heartbeat_s=heartbeat_s,
             vocab_size=3,
             join_secret=join_secret,
+            tensor_parallel_size=tensor_parallel_size,
         )
         mailbox = Mailbox()
         self.scheduler = Scheduler(limits, hash_algorithm=hash_algorithm)
@@ -80,6 +82,7 @@ async def listening(
     join_secret: str = "",
     hash_algorithm: HashAlgorithm = SHA256,
     hash_seed: str = "",
+    tensor_parallel_size: int = 1,
 ) -> AsyncIterator[WorkerListener]:
     listener = WorkerListener(
         depth=depth,
@@ -87,6 +90,7 @@ async def listening(
         join_secret=join_secret,
         hash_algorithm=hash_algorithm,
         hash_seed=hash_seed,
+        tensor_parallel_size=tensor_parallel_size,
     )
     server = aio.server()
     add_worker_servicer(server, listener.group)

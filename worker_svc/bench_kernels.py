@@ -11,9 +11,9 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
-from typing import Final, TypeAlias
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
 
 import torch
 from torch.nn import functional
@@ -22,50 +22,12 @@ from kernels import cpu_layers
 from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.cpu_build import native_code, why_no_native_code
-from kernels.packed_linear import PackedLinear
-
-_COLD_BYTES: Final = 128 << 20
-"""What one turn reads at least where memory is the bound: several times the caches."""
+from worker_svc.bench_linears import linears
+from worker_svc.bench_lines import COLD_BYTES, Line, Run, dtype_name, times
 
 _BLOCK_SIZE: Final = 16
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
-
-_Run: TypeAlias = Callable[[], object]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
-    """One line of `--json`. Fields that say nothing are left out."""
-
-    kernel: str
-    case: str
-
-    seconds: float
-    """Of one call. The median, as all seconds."""
-
-    bytes_per_second: float | None = None
-    share_of_read_bandwidth: float | None = None
-    tflops: float | None = None
-
-    sdpa_seconds: float | None = None
-    """torch's attention over keys and values that already lie in a row."""
-
-    times_sdpa: float | None = None
-    """How many times as fast the kernel is: the median over the pairs. As all `times_`."""
-
-    gather_sdpa_seconds: float | None = None
-    """The same, after gathering keys and values from their blocks."""
-
-    times_gather_sdpa: float | None = None
-    f_linear_seconds: float | None = None
-    """torch's linear layer, its weight as models come."""
-
-    times_f_linear: float | None = None
-
-    def fields(self) -> dict[str, object]:
-        """Return what there is to say."""
-        return {name: value for name, value in asdict(self).items() if value is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,21 +54,21 @@ class Bench:
         self._code = code
         self._num_pairs = num_pairs
         self._threads = torch.get_num_threads()
-        self._memory = torch.ones(_COLD_BYTES // 4)
+        self._memory = torch.ones(COLD_BYTES // 4)
         self._clock = time.process_time if self._threads == 1 else time.perf_counter
 
-    def time(self, *runs: _Run) -> list[list[float]]:
+    def time(self, *runs: Run) -> list[list[float]]:
         """Return the seconds of each run in each turn, after one turn that is not counted."""
         turns = [[self._time_one(run) for run in runs] for _ in range(self._num_pairs + 1)]
         return [list(column) for column in zip(*turns[1:], strict=True)]
 
-    def _time_one(self, run: _Run) -> float:
+    def _time_one(self, run: Run) -> float:
         started = self._clock()
         run()
         return self._clock() - started
 
     def read(self) -> None:
-        """Read `_COLD_BYTES`, each thread its part."""
+        """Read `COLD_BYTES`, each thread its part."""
         count = self._memory.numel() // self._threads // 256 * 256
         self._code.pagemill_read(
             ctypes.c_void_p(self._memory.data_ptr()),
@@ -120,9 +82,9 @@ class Bench:
         median = statistics.median(seconds)
         return Line(
             kernel="read",
-            case=f"{_COLD_BYTES >> 20} MiB, {self._threads} threads",
+            case=f"{COLD_BYTES >> 20} MiB, {self._threads} threads",
             seconds=median,
-            bytes_per_second=_COLD_BYTES / median,
+            bytes_per_second=COLD_BYTES / median,
         )
 
     def decode(
@@ -134,19 +96,19 @@ class Bench:
         shape = _Decode(num_requests, length, heads, dtype, kv_dtype)
         rivals = (shape.sdpa, shape.gather_sdpa) if kv_dtype == dtype else ()
         ours, read, *theirs = self.time(shape.paged, self.read, *rivals)
-        speeds = [shape.num_bytes / a / (_COLD_BYTES / b) for a, b in zip(ours, read, strict=True)]
+        speeds = [shape.num_bytes / a / (COLD_BYTES / b) for a, b in zip(ours, read, strict=True)]
         per_call = [statistics.median(column) / shape.num_copies for column in (ours, *theirs)]
-        cached = "" if kv_dtype == dtype else f", cache {_name(kv_dtype)}"
+        cached = "" if kv_dtype == dtype else f", cache {dtype_name(kv_dtype)}"
         return Line(
             kernel="paged_decode",
-            case=f"{num_requests} x {length} tokens, heads {heads}, {_name(dtype)}{cached}",
+            case=f"{num_requests} x {length} tokens, heads {heads}, {dtype_name(dtype)}{cached}",
             seconds=per_call[0],
             bytes_per_second=shape.num_bytes / statistics.median(ours),
             share_of_read_bandwidth=statistics.median(speeds),
             sdpa_seconds=per_call[1] if theirs else None,
-            times_sdpa=_times(ours, theirs[0]) if theirs else None,
+            times_sdpa=times(ours, theirs[0]) if theirs else None,
             gather_sdpa_seconds=per_call[2] if theirs else None,
-            times_gather_sdpa=_times(ours, theirs[1]) if theirs else None,
+            times_gather_sdpa=times(ours, theirs[1]) if theirs else None,
         )
 
     def prefill(self, length: int, heads: Heads, dtype: torch.dtype) -> Line:
@@ -155,43 +117,17 @@ class Bench:
         ours, theirs = self.time(shape.paged, shape.sdpa)
         return Line(
             kernel="paged_prefill",
-            case=f"{length} tokens, heads {heads}, {_name(dtype)}",
+            case=f"{length} tokens, heads {heads}, {dtype_name(dtype)}",
             seconds=statistics.median(ours),
             tflops=shape.flops / statistics.median(ours) / 1e12,
             sdpa_seconds=statistics.median(theirs),
-            times_sdpa=_times(ours, theirs),
+            times_sdpa=times(ours, theirs),
         )
 
-    def linear(self, num_rows: int, shape: tuple[int, int], dtype: torch.dtype) -> Line:
-        """Time a packed linear layer, and torch's; copies take turns, so that none is cached."""
-        matrix_bytes = shape[0] * shape[1] * dtype.itemsize
-        copies = max(1, _COLD_BYTES // 2 // matrix_bytes // max(1, num_rows // 16))
-        weights = [torch.randn(shape).to(dtype) for _ in range(copies)]
-        packed = [PackedLinear(weight) for weight in weights]
-        x = torch.randn(num_rows, shape[1]).to(dtype)
-        ours, theirs, read = self.time(
-            lambda: [linear(x) for linear in packed],
-            lambda: [functional.linear(x, weight) for weight in weights],
-            self.read,
-        )
-        speeds = [
-            copies * matrix_bytes / a / (_COLD_BYTES / b) for a, b in zip(ours, read, strict=True)
-        ]
-        median = statistics.median(ours) / copies
-        return Line(
-            kernel="packed_linear",
-            case=f"{num_rows} rows, {shape[0]} x {shape[1]}, {_name(dtype)}",
-            seconds=median,
-            share_of_read_bandwidth=statistics.median(speeds),
-            tflops=2 * num_rows * shape[0] * shape[1] / median / 1e12,
-            f_linear_seconds=statistics.median(theirs) / copies,
-            times_f_linear=_times(ours, theirs),
-        )
-
-    def stream(self, kernel: str, case: str, num_bytes: int, run: _Run) -> Line:
+    def stream(self, kernel: str, case: str, num_bytes: int, run: Run) -> Line:
         """Time a kernel that reads and writes `num_bytes`."""
         ours, read = self.time(run, self.read)
-        speeds = [num_bytes / a / (_COLD_BYTES / b) for a, b in zip(ours, read, strict=True)]
+        speeds = [num_bytes / a / (COLD_BYTES / b) for a, b in zip(ours, read, strict=True)]
         return Line(
             kernel=kernel,
             case=case,
@@ -213,7 +149,7 @@ class _Decode:
     ) -> None:
         num_kv_heads, head_dim = heads.num_kv_heads, heads.head_dim
         bytes_of_one = 2 * num_requests * length * num_kv_heads * head_dim * kv_dtype.itemsize
-        self.num_copies = max(1, _COLD_BYTES // bytes_of_one)
+        self.num_copies = max(1, COLD_BYTES // bytes_of_one)
         self.num_bytes = self.num_copies * bytes_of_one
         width = length // _BLOCK_SIZE
         num_blocks = self.num_copies * num_requests * width
@@ -279,7 +215,7 @@ class _Prefill:
 def lines(bench: Bench, kernel: str | None = None) -> Iterator[Line]:
     """Measure everything, or one kernel, a line at a time."""
     yield bench.bandwidth()
-    measures = (_decodes, _prefills, _linears, _streams)
+    measures = (_decodes, _prefills, linears, _streams)
     for name, measure in zip(KERNELS, measures, strict=True):
         if kernel in {None, name}:
             yield from measure(bench)
@@ -301,14 +237,6 @@ def _prefills(bench: Bench) -> Iterator[Line]:
     for heads in (LARGE, SMALL):
         for dtype in (BF16, FP32):
             yield bench.prefill(1024, heads, dtype)
-
-
-def _linears(bench: Bench) -> Iterator[Line]:
-    for dtype in (BF16, FP32):
-        for num_rows in (1, 2, 3, 4, 7, 8, 16, 32, 64, 128, 256):
-            yield bench.linear(num_rows, (4096, 2048), dtype)
-        for num_rows in (1, 16, 64):
-            yield bench.linear(num_rows, (576, 1536), dtype)
 
 
 def _streams(bench: Bench) -> Iterator[Line]:
@@ -338,14 +266,6 @@ def _streams(bench: Bench) -> Iterator[Line]:
         2 * qkv.nbytes,
         lambda: cpu_layers.rotary(q, k, angles, angles, store),
     )
-
-
-def _times(ours: Sequence[float], theirs: Sequence[float]) -> float:
-    return statistics.median(b / a for a, b in zip(ours, theirs, strict=True))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -83,6 +83,9 @@ class WorkerSettings(BaseSettings):
     join_timeout: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Seconds without a scheduler after which to give up, with exit status 4. 0: never."""
 
+    rank_host: str = Field(default="127.0.0.1", min_length=1)
+    """Address at which the other ranks of a group reach this worker. Not for the public."""
+
     device: Annotated[str, AfterValidator(_device)] = "auto"
     """auto (CUDA if there is any), cpu, cuda or cuda:N."""
 
@@ -99,6 +102,10 @@ class WorkerSettings(BaseSettings):
     attention_backend: Literal["auto", "native", "torch"] = "auto"
     """auto (the best that serves), native (compiled code, on a CPU) or torch (anywhere; on a CPU
     some ten times slower at decoding)."""
+
+    quantization: Literal["none", "int8", "int4"] = "none"
+    """Of linear layers, on a CPU: none, int8 or int4 (in groups of 32 weights, rounded at loading;
+    a Q4_1 or Q8_0 file keeps its values)."""
 
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of a GPU's memory for weights, activations and KV cache together."""

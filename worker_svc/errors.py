@@ -11,3 +11,7 @@ class ModelError(ConfigError):
 
 class InvariantError(AssertionError):
     """A promise between scheduler and worker is broken: ours. Never caught; the process ends."""
+
+
+class RanksLostError(Exception):
+    """The other ranks of the group are gone, or given up: the environment's fault. Join again."""

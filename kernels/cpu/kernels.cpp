@@ -1,14 +1,15 @@
 // Attention and what stands around it, on a processor. Built and loaded by kernels/cpu_build.py.
 
 #include <algorithm>
-#include <atomic>
 #include <memory>
 #include <new>
 #include <vector>
 
 #include "decode.h"
 #include "layers.h"
+#include "linear.h"
 #include "prefill.h"
+#include "quantised.h"
 #include "read.h"
 
 namespace {
@@ -119,30 +120,18 @@ void attend(const Attention& a) {
     Floats scratch = allocate(scratch_size * num_threads);
     Floats parts = allocate(work.num_parts * a.H * width);
     std::vector<Row> part_rows(work.num_parts * a.H);
-    std::atomic<int64_t> next{0};
-    auto run = [&](int64_t thread) {
+    over_units_with_thread(num_items, num_threads, [&](int64_t i, int64_t thread) {
         float* mine = scratch.get() + thread * scratch_size;
-        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < num_items;) {
-            if (i < (int64_t)work.prefills.size()) {
-                prefill<P, A, T>(a, work.prefills[i], mine);
-                continue;
-            }
-            const DecodeItem& item = work.decodes[i - work.prefills.size()];
-            float* own = mine + scratch_size - a.H * width - 2 * a.H;
-            Partial partial{(Row*)(own + a.H * width), own};
-            if (item.part >= 0) {
-                partial = {&part_rows[item.part * a.H], parts.get() + item.part * a.H * width};
-            }
-            decode<Dot, A, T>(a, item.request, item.token, item.start, item.end, partial, mine);
-            if (item.part < 0) merge<Dot, A>(a, item.token, partial, 1);
+        if (i < (int64_t)work.prefills.size()) return prefill<P, A, T>(a, work.prefills[i], mine);
+        const DecodeItem& item = work.decodes[i - work.prefills.size()];
+        float* own = mine + scratch_size - a.H * width - 2 * a.H;
+        Partial partial{(Row*)(own + a.H * width), own};
+        if (item.part >= 0) {
+            partial = {&part_rows[item.part * a.H], parts.get() + item.part * a.H * width};
         }
-    };
-    if (num_threads == 1) {
-        run(0);
-    } else {
-#pragma omp parallel for num_threads(num_threads) schedule(static, 1)
-        for (int64_t thread = 0; thread < num_threads; ++thread) run(thread);
-    }
+        decode<Dot, A, T>(a, item.request, item.token, item.start, item.end, partial, mine);
+        if (item.part < 0) merge<Dot, A>(a, item.token, partial, 1);
+    });
     for (const Split& split : work.splits) {
         Partial partial{&part_rows[split.first_part * a.H],
                         parts.get() + split.first_part * a.H * width};
@@ -169,12 +158,11 @@ template <class Run>
 void over_tokens(int64_t num_tokens, int64_t elements, int64_t num_threads, const Run& run) {
     num_threads = std::max<int64_t>(
         1, std::min({num_threads, num_tokens, num_tokens * elements / ELEMENTS_PER_THREAD}));
-    if (num_threads == 1) {
-        for (int64_t token = 0; token < num_tokens; ++token) run(token);
-        return;
-    }
-#pragma omp parallel for num_threads(num_threads) schedule(static)
-    for (int64_t token = 0; token < num_tokens; ++token) run(token);
+    int64_t num_units = num_threads == 1 ? 1 : std::min(num_tokens, UNITS_PER_THREAD * num_threads);
+    over_units(num_units, num_threads, [&](int64_t unit) {
+        int64_t end = num_tokens * (unit + 1) / num_units;
+        for (int64_t token = num_tokens * unit / num_units; token < end; ++token) run(token);
+    });
 }
 
 template <class A>
@@ -228,19 +216,34 @@ extern "C" int pagemill_rms_norm(const RmsNorm* a) {
     });
 }
 
-extern "C" int pagemill_silu_and_mul(const SiluAndMul* a) {
+extern "C" int pagemill_norm_heads(const NormHeads* a) {
     return with_type(a->dtype, [&](auto type) {
-        over_tokens(a->T, a->I, a->num_threads,
-                    [&](int64_t token) { activate_token<decltype(type)>(*a, token); });
+        over_tokens(a->T, a->H * a->D, a->num_threads,
+                    [&](int64_t token) { norm_heads_of_token<decltype(type)>(*a, token); });
     });
 }
 
+template <class Activation>
+static int activate_over(const SiluAndMul& a) {
+    return with_type(a.dtype, [&](auto type) {
+        over_tokens(a.T, a.I, a.num_threads,
+                    [&](int64_t token) { activate_token<decltype(type), Activation>(a, token); });
+    });
+}
+
+extern "C" int pagemill_silu_and_mul(const SiluAndMul* a) { return activate_over<Silu>(*a); }
+
+extern "C" int pagemill_gelu_and_mul(const SiluAndMul* a) { return activate_over<Gelu>(*a); }
+#include "decoder.h"
+
+// Returns 0, or what an operation returned that failed: 1 if memory is short.
+extern "C" int pagemill_decoder(const Decoder* a) { return decode_layers(*a); }
+
 // Reads memory, for benchmarks: `count` numbers per thread, a multiple of 16 * W, thread by thread.
 extern "C" float pagemill_read(const float* from, int64_t count, int64_t num_threads) {
-    float total = 0;
-#pragma omp parallel for num_threads(num_threads) schedule(static, 1) reduction(+ : total)
-    for (int64_t thread = 0; thread < num_threads; ++thread) {
-        total += read_all(from + thread * count, count);
-    }
-    return total;
+    std::atomic<float> last{0};  // so that no compiler leaves the reading out
+    over_units(num_threads, num_threads, [&](int64_t thread) {
+        last.store(read_all(from + thread * count, count), std::memory_order_relaxed);
+    });
+    return last.load();
 }

@@ -102,6 +102,35 @@ static void norm_token(const RmsNorm& a, int64_t token) {
 }
 
 // Mirrored in kernels/cpu_layers.py.
+struct NormHeads {
+    void* x;             // [T, H, D], each token contiguous, written in place
+    const void* weight;  // [H, D]
+    int64_t x_stride;
+    int64_t T, H, D;
+    int64_t dtype;
+    int64_t num_threads;
+    double eps;
+};
+
+template <class A>
+static void norm_heads_of_token(const NormHeads& a, int64_t token) {
+    for (int64_t h = 0; h < a.H; ++h) {
+        A* x = (A*)a.x + token * a.x_stride + h * a.D;
+        const A* weight = (const A*)a.weight + h * a.D;
+        vec squares{};
+        for (int64_t d = 0; d < a.D; d += W) {
+            vec y = load_some(x + d, a.D - d);
+            squares += y * y;
+        }
+        vec factor = splat(1 / std::sqrt(sum(squares) / (float)a.D + (float)a.eps));
+        for (int64_t d = 0; d < a.D; d += W) {
+            int64_t left = a.D - d;
+            store_some(x + d, load_some(x + d, left) * factor * load_some(weight + d, left), left);
+        }
+    }
+}
+
+// Mirrored in kernels/cpu_layers.py, and of gelu_and_mul, too.
 struct SiluAndMul {
     const void* gate_up;  // [T, 2 * I], each token contiguous
     void* out;            // [T, I], contiguous
@@ -111,7 +140,19 @@ struct SiluAndMul {
     int64_t num_threads;
 };
 
-template <class A>
+struct Silu {
+    // What the logistic function is taken of.
+    static vec inside(vec x) { return x; }
+};
+
+// With tanh: x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)).
+struct Gelu {
+    static vec inside(vec x) {
+        return x * splat(1.5957691216f) * (splat(1.0f) + splat(0.044715f) * x * x);
+    }
+};
+
+template <class A, class Activation>
 static void activate_token(const SiluAndMul& a, int64_t token) {
     const A *gate = (const A*)a.gate_up + token * a.stride, *up = gate + a.I;
     A* out = (A*)a.out + token * a.I;
@@ -119,7 +160,7 @@ static void activate_token(const SiluAndMul& a, int64_t token) {
     for (int64_t i = 0; i < a.I; i += W) {
         int64_t left = a.I - i;
         vec x = load_some(gate + i, left);
-        vec activated = x / (one + exp2(x * splat(-LOG2_E)));
+        vec activated = x / (one + exp2(Activation::inside(x) * splat(-LOG2_E)));
         store_some(out + i, activated * load_some(up + i, left), left);
     }
 }

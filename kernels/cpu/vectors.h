@@ -102,6 +102,26 @@ static inline float largest(vec x) {
 #endif
 }
 
+static inline int32_t largest_of(ivec x) {
+#ifdef WIDE
+    return _mm512_reduce_max_epi32((__m512i)x);
+#else
+    int32_t best = x[0];
+    for (int i = 1; i < W; ++i) best = x[i] > best ? x[i] : best;
+    return best;
+#endif
+}
+
+static inline int32_t sum_of(ivec x) {
+#ifdef WIDE
+    return _mm512_reduce_add_epi32((__m512i)x);
+#else
+    int32_t total = 0;
+    for (int i = 0; i < W; ++i) total += x[i];
+    return total;
+#endif
+}
+
 // --- to fp32 ---
 
 static inline vec from_half(hvec bits) {
@@ -203,6 +223,17 @@ static inline void store(E5m2* p, vec x) {
     for (int i = 0; i < W; ++i) p[i].bits = to_fp8(x[i], 2, 112, 57344.0f, 0x1p-14f, 0x1p7f);
 }
 
+// To the nearest whole number, to even from halfway. NaN and what is too large give any number.
+static inline ivec nearest(vec x) {
+#if defined(WIDE)
+    return (ivec)_mm512_cvtps_epi32((__m512)x);
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    return (ivec)_mm256_cvtps_epi32((__m256)x);
+#else
+    return __builtin_convertvector((x + splat(12582912.0f)) - splat(12582912.0f), ivec);
+#endif
+}
+
 // --- a row's end, where fewer than W elements are left: nothing behind them is touched ---
 
 template <class T>
@@ -250,4 +281,9 @@ static inline vec tanh(vec x) {
 // Always inline: GCC takes a function that only asks for one without effect, and drops its calls.
 __attribute__((always_inline)) static inline void prefetch(const void* p) {
     __builtin_prefetch(p, 0, 2);
+}
+
+// For what is needed soon.
+__attribute__((always_inline)) static inline void prefetch_near(const void* p) {
+    __builtin_prefetch(p, 0, 3);
 }

@@ -198,6 +198,9 @@ class TokenStream(Protocol):
         read.
         """
 
+    async def rest(self, seconds: float) -> None:
+        """Let tokens pile up for so long, or until a sequence has ended."""
+
     def account(self) -> Account:
         """What the request cost so far; final once the `open` block is left."""
 

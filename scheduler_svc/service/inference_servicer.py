@@ -1,6 +1,5 @@
 """The RPCs of pagemill.v1.Inference. They translate; the engine decides."""
 
-import asyncio
 from collections.abc import AsyncGenerator
 from time import monotonic_ns
 
@@ -83,7 +82,7 @@ class InferenceServicer:
                     watch.sends(batch, writer.sequences)
                     yield response
                     if request.output.min_interval_s and batch.account is None:
-                        await asyncio.sleep(request.output.min_interval_s)
+                        await stream.rest(request.output.min_interval_s)
 
     async def Embed(self, request: EmbedRequest, context: Context) -> EmbedResponse:
         """Return pooled hidden states. A call that ends before frees what its inputs hold."""

@@ -237,6 +237,7 @@ def _log_start(settings: SchedulerSettings, front: FrontEnd, metrics_page: str |
         max_num_seqs=limits.max_num_seqs,
         max_num_batched_tokens=limits.max_num_batched_tokens,
         pipeline_depth=limits.pipeline_depth,
+        tensor_parallel_size=settings.tensor_parallel_size,
         metrics=metrics_page or "off",
     )
     algorithm = HASH_ALGORITHMS[settings.prefix_caching_hash_algo]
@@ -305,4 +306,15 @@ def _terms(settings: SchedulerSettings, facts: ModelFacts, limits: Limits) -> Jo
         num_blocks_override=settings.num_gpu_blocks_override or 0,
         vocab_size=facts.vocab_size,
         join_secret=settings.join_secret.get_secret_value(),
+        tensor_parallel_size=_ranks(settings, facts),
     )
+
+
+def _ranks(settings: SchedulerSettings, facts: ModelFacts) -> int:
+    ranks = settings.tensor_parallel_size
+    if facts.num_heads is not None and ranks > facts.num_heads:
+        raise ConfigError(
+            f"tensor_parallel_size is {ranks}, must be at most {facts.num_heads}, the query heads "
+            "of the model"
+        )
+    return ranks

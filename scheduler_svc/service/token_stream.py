@@ -72,6 +72,7 @@ class RequestStream:
         "_knows_prompt",
         "_num_ends",
         "_num_open",
+        "_rest",
         "_stop",
         "accepted",
         "most_piled",
@@ -107,6 +108,8 @@ class RequestStream:
         self._num_open = len(self.piles)
         """Sequences whose end the reader does not know."""
         self._error: RequestError | None = None
+        self._rest: asyncio.Future[None] | None = None
+        """Of a reader that lets tokens pile up."""
         self.waiter: asyncio.Future[None] | None = None
 
     # The engine's side.
@@ -170,8 +173,9 @@ class RequestStream:
         return tuple(dict.fromkeys(p.request.error for p in self.piles if p.request.error))
 
     def _wake(self) -> None:
-        if self.waiter is not None and not self.waiter.done():
-            self.waiter.set_result(None)
+        for waiter in (self.waiter, self._rest):
+            if waiter is not None and not waiter.done():
+                waiter.set_result(None)
 
     # The reader's side.
 
@@ -209,6 +213,13 @@ class RequestStream:
         self._knows_prompt = True
         # A prompt of one token has nothing to tell, and no part ever comes.
         return self.request.prompt_table or PromptTable(self.request.num_prompt_tokens, 0)
+
+    async def rest(self, seconds: float) -> None:
+        """Let tokens pile up; see TokenStream."""
+        if not self._num_ends and self._error is None:
+            self._rest = asyncio.get_running_loop().create_future()
+            await asyncio.wait((self._rest,), timeout=seconds)
+            self._rest = None
 
     def finish(self, sequence_index: int, num_output_tokens: int) -> None:
         """End a sequence after this many tokens; see TokenStream."""

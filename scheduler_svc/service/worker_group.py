@@ -15,6 +15,7 @@ from scheduler_svc.core.kv_groups import KvGroup
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.engine_door import GroupState
 from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
+from scheduler_svc.service.places import Places
 from scheduler_svc.service.worker_link import SentPlan, WorkerLink
 from scheduler_svc.service.worker_wire import Epoch
 
@@ -26,6 +27,14 @@ MAX_BLOCKS = 2**24
 
 MAX_KV_GROUPS = 64
 """More than any model has: each costs every step a look at every row."""
+
+RETURN_S = 10.0
+"""Seconds that a rank is kept for its worker when another rank was lost."""
+
+MAX_PORT = 65535
+
+SAME_HOST = "127.0.0.1"
+"""Where ranks that name no host find each other."""
 
 
 class JoinRefusedError(Exception):
@@ -58,17 +67,23 @@ class JoinTerms:
     join_secret: str = ""
     """Empty: none."""
 
+    tensor_parallel_size: int = 1
+    """Ranks of a group."""
+
 
 class WorkerGroup:
-    """One group of one rank, for now.
+    """One group, of as many ranks as the terms say.
 
     It tells the engine, through the mailbox, when it is ready, when it is lost, and what
-    each step gave. A worker that returns with the boot id of the pool's owner, and as many
-    blocks, still has its cache; any other comes with an empty one.
+    each step gave. Workers that return with the boot ids of the pool's owners, and as many
+    blocks, still have their cache; if any is another, all of it counts as empty, for a block
+    is of use only where every rank has its part.
+
+    A rank loads as soon as it has its place. Once all have loaded they are told to meet; from
+    then on the group lives and dies as one.
     """
 
     number = 0
-    world_size = 1
 
     def __init__(
         self,
@@ -85,17 +100,27 @@ class WorkerGroup:
         self._hash_algorithm = hash_algorithm
         self._hash_seed = hash_seed
         self._epoch_number = 0
+        self._places = Places(terms.tensor_parallel_size)
         self._links: dict[int, WorkerLink] = {}
         self._empty = asyncio.Event()
         self._empty.set()
+        self._rendezvous_ports: dict[int, int] = {}
+        """Of the ranks that have loaded; only rank 0's means anything."""
+        self._have_met = False
+        self._ready: dict[int, worker_pb2.WorkerReady] = {}
         self._leader: WorkerLink | None = None
         """Rank 0, while the group is ready."""
         self._model: worker_pb2.ModelFacts | None = None
-        """What the first ready worker loaded; all later ones must load the same."""
-        self._pool_owner: tuple[int, int] | None = None
-        """Boot id and number of blocks of the worker whose cache the pool describes."""
+        """What the first ready group loaded; all later ones must load the same."""
+        self._pool_owners: tuple[list[int], int] | None = None
+        """Boot ids by rank and number of blocks of the workers whose cache the pool describes."""
         self._stopping = False
         self._log = structlog.get_logger("worker_group")
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of the group."""
+        return self._terms.tensor_parallel_size
 
     # For the engine.
 
@@ -116,7 +141,7 @@ class WorkerGroup:
             number=self.number,
             ready=self._leader is not None,
             epoch=self._epoch_number,
-            num_blocks=self._pool_owner[1] if self._pool_owner else 0,
+            num_blocks=self._pool_owners[1] if self._pool_owners else 0,
             workers=tuple(self._links[rank].state() for rank in sorted(self._links)),
             fingerprint=self._model.fingerprint if self._model else "",
         )
@@ -126,10 +151,11 @@ class WorkerGroup:
     async def stop(self) -> None:
         """Refuse joining, ask the workers to exit, and return when they have left.
 
-        Waits as long as the caller does.
+        The leader goes first: the others take part in the step it may be in. Waits as long as
+        the caller does.
         """
         self._stopping = True
-        for link in self._links.values():
+        for link in [self._leader] if self._leader else list(self._links.values()):
             link.send_stop()
         await self._empty.wait()
 
@@ -143,27 +169,35 @@ class WorkerGroup:
         if self._stopping:
             raise JoinRefusedError(grpc.StatusCode.UNAVAILABLE, "the scheduler stops")
         self._check_hello(hello)
-        old = self._links.get(0)
-        if old is not None and old.boot_id != hello.boot_id:
-            raise JoinRefusedError(
-                grpc.StatusCode.ALREADY_EXISTS,
-                f"group {self.number} rank 0 is taken by the worker with boot id "
-                f"{old.boot_id:016x}",
-            )
+        wanted = hello.rank if hello.HasField("rank") else None
+        rank = self._places.choose(hello.boot_id, wanted, self._now_s())
+        if rank is None:
+            raise JoinRefusedError(grpc.StatusCode.ALREADY_EXISTS, self._why_full())
+        old = self._links.get(rank)
         if old is not None:
             # Its connection broke, and it noticed before we did.
             old.fail(grpc.StatusCode.ABORTED, "the same worker joined again")
-        link = WorkerLink(hello, self._ack(hello), self)
-        self._links[0] = link
+        link = WorkerLink(hello, self._ack(hello, rank), self)
+        self._places.take(rank, hello.boot_id)
+        self._links[rank] = link
         self._empty.clear()
-        self._log.info("worker joined", rank=0, boot_id=f"{hello.boot_id:016x}")
+        self._log.info("worker joined", rank=rank, boot_id=f"{hello.boot_id:016x}")
         return link
 
-    def _ack(self, hello: worker_pb2.WorkerHello) -> worker_pb2.JoinAck:
+    def _why_full(self) -> str:
+        places = [
+            f"rank {rank} is taken by the worker with boot id {boot_id:016x}"
+            for rank, boot_id in sorted(self._places.takers().items())
+        ]
+        if len(places) < self.world_size:
+            places.append("the others are kept for workers that should come back")
+        return f"group {self.number} " + ", ".join(places)
+
+    def _ack(self, hello: worker_pb2.WorkerHello, rank: int) -> worker_pb2.JoinAck:
         terms = self._terms
         return worker_pb2.JoinAck(
             group=self.number,
-            rank=0,
+            rank=rank,
             world_size=self.world_size,
             device_uuid=hello.devices[0].uuid,
             block_size=terms.block_size,
@@ -177,8 +211,25 @@ class WorkerGroup:
 
     # For the link.
 
+    def rank_loaded(self, link: WorkerLink, rendezvous_port: int) -> None:
+        """Tell all ranks where to meet, once the last has loaded."""
+        if link.rank == 0 and not 1 <= rendezvous_port <= MAX_PORT:
+            link.fail(
+                grpc.StatusCode.ABORTED,
+                f"rendezvous_port is {rendezvous_port}, must be 1 to {MAX_PORT}",
+            )
+            return
+        self._rendezvous_ports[link.rank] = rendezvous_port
+        if len(self._rendezvous_ports) < self.world_size:
+            return
+        address = f"{self._links[0].host or SAME_HOST}:{self._rendezvous_ports[0]}"
+        self._have_met = True
+        self._log.info("ranks meet", address=address)
+        for each in self._links.values():
+            each.send_rendezvous(address)
+
     def worker_ready(self, link: WorkerLink, ready: worker_pb2.WorkerReady) -> None:
-        """Begin an epoch: with one rank, the group is ready when its worker is."""
+        """Note that a rank can take plans: the group can when all do."""
         wanted = self._terms.num_blocks_override
         if not 1 <= ready.num_blocks <= MAX_BLOCKS or wanted not in (0, ready.num_blocks):
             bound = str(wanted) if wanted else f"1 to {MAX_BLOCKS}"
@@ -187,30 +238,39 @@ class WorkerGroup:
                 f"num_blocks is {ready.num_blocks}, must be {bound}",
             )
             return
-        owner = (link.boot_id, ready.num_blocks)
-        kept_cache = owner == self._pool_owner
-        self._pool_owner = owner
-        self._model = self._model or link.model
+        if self.world_size > 1 and not self._have_met:
+            link.fail(grpc.StatusCode.ABORTED, "ready came before the ranks had met")
+            return
+        self._ready[link.rank] = ready
+        if len(self._ready) == self.world_size:
+            self._begin_epoch()
+
+    def _begin_epoch(self) -> None:
+        leader = self._links[0]
+        num_blocks = min(ready.num_blocks for ready in self._ready.values())
+        owners = ([self._links[rank].boot_id for rank in range(self.world_size)], num_blocks)
+        kept_cache = owners == self._pool_owners
+        self._pool_owners = owners
+        self._model = self._model or leader.model
         self._epoch_number += 1
-        self._leader = link
-        link.epoch = Epoch(self._incarnation, self._epoch_number)
+        self._leader = leader
+        leader.epoch = Epoch(self._incarnation, self._epoch_number)
         pool = PoolIdentity(
-            fingerprint=link.model.fingerprint,
-            kv_dtype=link.model.kv_dtype,
+            fingerprint=leader.model.fingerprint,
+            kv_dtype=leader.model.kv_dtype,
             block_size=self._terms.block_size,
-            layout=_layout(link.model.kv_groups),
+            layout=_layout(leader.model.kv_groups),
         )
         root = self._hash_algorithm.root(self._hash_seed, pool)
-        kv_groups = tuple(KvGroup(window=g.sliding_window) for g in link.model.kv_groups)
-        self._mailbox.post(
-            GroupReady(self._epoch_number, ready.num_blocks, root, kept_cache, kv_groups)
-        )
+        kv_groups = tuple(KvGroup(window=g.sliding_window) for g in leader.model.kv_groups)
+        self._mailbox.post(GroupReady(self._epoch_number, num_blocks, root, kept_cache, kv_groups))
         self._log.info(
             "worker group ready",
             epoch=self._epoch_number,
-            num_blocks=ready.num_blocks,
+            ranks=self.world_size,
+            num_blocks=num_blocks,
             kept_cache=kept_cache,
-            load_s=round(ready.load_s, 3),
+            load_s=round(max(ready.load_s for ready in self._ready.values()), 3),
         )
 
     def step_arrived(self, _link: WorkerLink, step: StepArrived) -> None:
@@ -220,13 +280,31 @@ class WorkerGroup:
     def worker_gone(self, link: WorkerLink, reason: str) -> None:
         """Free the place; the group is lost with any of its ranks."""
         del self._links[link.rank]
+        self._places.leave(link.rank)
+        self._rendezvous_ports.pop(link.rank, None)
+        self._ready.pop(link.rank, None)
         if not self._links:
             self._empty.set()
-        if self._leader is link:
-            self._leader = None
-            self._mailbox.post(GroupLost(reason))
         log = self._log.info if self._stopping else self._log.warning
         log("worker gone", rank=link.rank, boot_id=f"{link.boot_id:016x}", reason=reason)
+        if self._leader is not None:
+            self._leader = None
+            self._mailbox.post(GroupLost(reason))
+        if self._have_met:
+            self._have_met = False
+            self._part(f"rank {link.rank} was lost: {reason}")
+
+    def _part(self, reason: str) -> None:
+        """Have the ranks that are left join again, each at its own place; or leave, at the end."""
+        for link in list(self._links.values()):
+            if self._stopping:
+                link.send_stop()
+                continue
+            self._places.keep(link.rank, link.boot_id, self._now_s() + RETURN_S)
+            link.fail(grpc.StatusCode.ABORTED, f"{reason}; join again")
+
+    def _now_s(self) -> float:
+        return asyncio.get_running_loop().time()
 
     # Who may join.
 
@@ -239,7 +317,8 @@ class WorkerGroup:
         if hello.HasField("group"):
             _require_equal("group", hello.group, self.number)
         if hello.HasField("rank"):
-            _require_equal("rank", hello.rank, 0)
+            last = self.world_size - 1
+            _require("rank", hello.rank, hello.rank <= last, f"0 to {last}" if last else "0")
         _require("devices", len(hello.devices), len(hello.devices) >= 1, "at least 1")
         if terms.vocab_size:
             _require_equal("vocab_size", model.vocab_size, terms.vocab_size)
@@ -256,10 +335,16 @@ class WorkerGroup:
             model.max_position_embeddings >= terms.max_model_len,
             f"at least max_model_len, {terms.max_model_len}",
         )
-        if self._model is not None:
+        if (known := self._known_model()) is not None:
             for field in worker_pb2.ModelFacts.DESCRIPTOR.fields:
-                mine, wanted = getattr(model, field.name), getattr(self._model, field.name)
+                mine, wanted = getattr(model, field.name), getattr(known, field.name)
                 _require_equal(field.name, mine, wanted)
+
+    def _known_model(self) -> worker_pb2.ModelFacts | None:
+        """Return what a worker must load: what others loaded, or are loading for the same group."""
+        if self._model is None and self.world_size > 1:
+            return next((link.model for link in self._links.values()), None)
+        return self._model
 
 
 def _require_equal(field: str, value: object, wanted: object) -> None:

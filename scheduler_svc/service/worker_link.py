@@ -45,6 +45,9 @@ class Ending:
 class LinkOwner(Protocol):
     """Who wants to know what a worker says: its group."""
 
+    def rank_loaded(self, link: "WorkerLink", rendezvous_port: int) -> None:
+        """Note that a rank of several can meet the others. Called once."""
+
     def worker_ready(self, link: "WorkerLink", ready: worker_pb2.WorkerReady) -> None:
         """Note that the worker can take plans."""
 
@@ -62,7 +65,7 @@ class WorkerLink:
     it: `fail` with a status for the worker, `close` when nobody listens any more. Both tell
     the group at once; whatever comes later is ignored.
 
-    Out go an ack, at most `pipeline_depth` plans and a stop: that bounds the outbox.
+    Out go an ack, a rendezvous, at most `pipeline_depth` plans and a stop: that bounds the outbox.
     """
 
     def __init__(
@@ -70,6 +73,8 @@ class WorkerLink:
     ) -> None:
         self.boot_id: int = hello.boot_id
         self.rank: int = ack.rank
+        self.host: str = hello.host
+        """Address other ranks can reach it at. Empty: same host."""
         self.model = hello.model
         self.epoch: Epoch | None = None
         """Set by the group once the worker takes plans."""
@@ -79,6 +84,7 @@ class WorkerLink:
                 self._device = device.kind
         self._owner = owner
         self._phase = worker_pb2.WORKER_PHASE_LOADING
+        self._said_loaded = ack.world_size == 1
         self._said_ready = False
         self._steps_in_flight: deque[int] = deque()
 
@@ -90,8 +96,8 @@ class WorkerLink:
         self._heartbeat_s: float = ack.heartbeat_s
         self._loop = asyncio.get_running_loop()
         self._heard_at = self._loop.time()
-        self._silence_due = self._heard_at + MISSED_HEARTBEATS * self._heartbeat_s
-        self._silence_timer = self._loop.call_at(self._silence_due, self._check_silence)
+        self._look_at = self._heard_at + self._heartbeat_s
+        self._silence_timer = self._loop.call_at(self._look_at, self._check_silence)
 
     @property
     def ending(self) -> Ending | None:
@@ -122,10 +128,17 @@ class WorkerLink:
         self._outbox_changed.set()
         return SentPlan(self.epoch.number, len(message), encoded_ns, time.monotonic_ns())
 
+    def send_rendezvous(self, address: str) -> None:
+        """Tell the worker where its group meets."""
+        rendezvous = worker_pb2.Rendezvous(address=address)
+        self._send(worker_pb2.JoinResponse(rendezvous=rendezvous))
+
     def send_stop(self) -> None:
         """Ask the worker to finish what it has and exit."""
-        stop = worker_pb2.JoinResponse(stop=worker_pb2.StopWorker())
-        self._outbox.append(stop.SerializeToString())
+        self._send(worker_pb2.JoinResponse(stop=worker_pb2.StopWorker()))
+
+    def _send(self, message: worker_pb2.JoinResponse) -> None:
+        self._outbox.append(message.SerializeToString())
         self._outbox_changed.set()
 
     async def next_outgoing(self) -> bytes | None:
@@ -160,6 +173,8 @@ class WorkerLink:
             case "heartbeat":
                 if message.heartbeat.phase in worker_pb2.WorkerPhase.values():
                     self._phase = message.heartbeat.phase
+            case "loaded":
+                self._take_loaded(message.loaded)
             case "ready":
                 self._take_ready(message.ready)
             case "failure":
@@ -168,6 +183,12 @@ class WorkerLink:
                 self.fail(grpc.StatusCode.ABORTED, f"it failed {kind}: {reason}")
             case kind:
                 raise MalformedMessageError(f"a message of kind {kind} was not expected")
+
+    def _take_loaded(self, loaded: worker_pb2.RankLoaded) -> None:
+        if self._said_loaded:
+            raise MalformedMessageError("loaded was not expected")
+        self._said_loaded = True
+        self._owner.rank_loaded(self, loaded.rendezvous_port)
 
     def _take_ready(self, ready: worker_pb2.WorkerReady) -> None:
         if self._said_ready:
@@ -211,14 +232,15 @@ class WorkerLink:
         self._owner.worker_gone(self, reason)
 
     def _check_silence(self) -> None:
+        """Look once a heartbeat, so that a sleep of this very process shows as a late look."""
         limit = MISSED_HEARTBEATS * self._heartbeat_s
         now = self._loop.time()
-        late, due = now - self._silence_due, self._heard_at + limit
-        if now >= due:
-            if late < self._heartbeat_s:
-                self.fail(grpc.StatusCode.ABORTED, f"no heartbeat for {now - self._heard_at:.1f} s")
-                return
-            # This loop slept as well: what the worker said may still lie in its socket.
-            due = now + self._heartbeat_s
-        self._silence_due = due
-        self._silence_timer = self._loop.call_at(due, self._check_silence)
+        if now - self._look_at >= self._heartbeat_s / 2:
+            # Stopped, or starved: what the worker said may still lie in its socket, and who was
+            # stopped with us has said nothing yet.
+            self._heard_at = max(self._heard_at, now - limit + self._heartbeat_s)
+        if now - self._heard_at >= limit:
+            self.fail(grpc.StatusCode.ABORTED, f"no heartbeat for {now - self._heard_at:.1f} s")
+            return
+        self._look_at = min(now + self._heartbeat_s, self._heard_at + limit)
+        self._silence_timer = self._loop.call_at(self._look_at, self._check_silence)

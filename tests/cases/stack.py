@@ -25,6 +25,7 @@ from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.listener import Listener
 from scheduler_svc.service.metrics import LoadCollector
 from scheduler_svc.service.tracing import Tracing
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.step_plan import StepPlan, StepResult
@@ -124,11 +125,12 @@ class RecordingHost:
         self.may_step = threading.Event()
         self.may_step.set()
 
-    def load(self) -> None:
-        self._model.load()
+    def load(self, ranks: OtherRanks | None = None) -> None:
+        self._model.load(ranks)
 
     def make_runner(self, limits: CacheLimits) -> tuple[RecordingRunner, MemoryReport]:
         runner, report = self._model.make_runner(limits)
+        assert isinstance(runner, ModelRunner)
         for layer in runner.kv_cache.layers:
             for cache in layer:
                 cache.fill_(float("nan"))

@@ -25,16 +25,23 @@ class Served:
 
     def children(self) -> dict[str, int]:
         """Return the process ids of the programs that `serve` started, by module name."""
+        return dict(self._programs())
+
+    def _programs(self) -> list[tuple[str, int]]:
         listing = subprocess.run(
             ["ps", "-eo", "pid=,ppid=,args="], capture_output=True, text=True, check=True
         ).stdout
-        found = {}
-        for line in listing.splitlines():
-            pid, parent, arguments = line.split(None, 2)
-            for module in ("scheduler_svc", "worker_svc"):
-                if int(parent) == self.process.pid and f"-m {module}" in arguments:
-                    found[module] = int(pid)
-        return found
+        programs = [line.split(None, 2) for line in listing.splitlines()]
+        return [
+            (module, int(pid))
+            for pid, parent, arguments in programs
+            for module in ("scheduler_svc", "worker_svc")
+            if int(parent) == self.process.pid and f"-m {module}" in arguments
+        ]
+
+    def workers(self) -> set[int]:
+        """Return the process ids of all workers that `serve` started."""
+        return {pid for module, pid in self._programs() if module == "worker_svc"}
 
     def stop(self, number: signal.Signals = signal.SIGTERM) -> int:
         """Send a signal and return the exit status."""

@@ -2,8 +2,6 @@
 
 # mypy: allow-untyped-calls
 
-from array import array
-from collections import deque
 from pathlib import Path
 
 import numpy as np
@@ -12,23 +10,13 @@ import torch
 from transformers import MistralConfig, MistralForCausalLM
 
 import transformers_oracle as oracle
-from pagemill.v1 import worker_pb2
-from scheduler_svc.core.block_hash import BlockHash
-from scheduler_svc.core.free_block_queue import NULL_BLOCK
 from scheduler_svc.core.kv_groups import KvGroup
-from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.request import Request, Sampling, Stopping
-from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.core.step_plan import StepResult
-from scheduler_svc.service.worker_wire import Epoch, decode_result, encode_plan
+from wired_pair import BLOCK_SIZE, BUDGET, WiredPair, ask
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Operations
 from worker_svc.model.torch_operations import TorchOperations
-from worker_svc.model.weights import load_model
-from worker_svc.runtime.start_up import RunnerLimits, make_runner
-from worker_svc.service import wire
 
-WINDOW, BLOCK_SIZE, BUDGET, VOCABULARY = 7, 4, 12, 96
+WINDOW, VOCABULARY = 7, 96
 
 
 @pytest.fixture(scope="module")
@@ -52,49 +40,6 @@ def mistral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, MistralForC
     return path, model
 
 
-class Pair:
-    """A scheduler and a runner that speak by wire, with so many blocks for both."""
-
-    def __init__(self, path: Path, operations: Operations, num_blocks: int, depth: int) -> None:
-        loaded = load_model(path, torch.float32, torch.device("cpu"), operations)
-        self.runner, _ = make_runner(
-            loaded,
-            RunnerLimits(
-                block_size=BLOCK_SIZE,
-                max_num_seqs=4,
-                max_num_batched_tokens=BUDGET,
-                num_gpu_blocks_override=num_blocks,
-            ),
-        )
-        self.scheduler = Scheduler(Limits(BLOCK_SIZE, 4, BUDGET, 128, 64, depth))
-        window = loaded.model.config.sliding_window
-        assert window is not None
-        self.scheduler.start_epoch(num_blocks, BlockHash(b"root"), 0, (KvGroup(window=window),))
-        self.wire: deque[StepResult] = deque()
-        self.most_held = 0
-
-    def run(self) -> None:
-        scheduler = self.scheduler
-        while scheduler.has_work or self.wire:
-            while (plan := scheduler.schedule(0)) is not None:
-                scheduler.check()
-                message = worker_pb2.JoinResponse.FromString(encode_plan(plan, Epoch(1, 1), ""))
-                answer = self.runner.run(wire.read_plan(message.plan))
-                sent = wire.write_result(answer, wire.Epoch(1, 1)).SerializeToString()
-                self.wire.append(
-                    decode_result(worker_pb2.StepResult.FromString(sent), VOCABULARY).result
-                )
-                for request in scheduler._state.rows.running:
-                    held = len(request.blocks) - request.blocks.count(NULL_BLOCK)
-                    self.most_held = max(self.most_held, held)
-            scheduler.apply(self.wire.popleft(), 0)
-            scheduler.check()
-
-
-def ask(name: str, prompt: list[int], count: int, n: int = 1) -> Request:
-    return Request(name, array("i", prompt), Sampling(0.0), Stopping(count), num_sequences=n)
-
-
 @pytest.mark.parametrize("operations", [TorchOperations, NativeOperations])
 @pytest.mark.parametrize("depth", [1, 2])
 def test_tokens_are_those_of_transformers_in_the_memory_of_a_window(
@@ -103,7 +48,7 @@ def test_tokens_are_those_of_transformers_in_the_memory_of_a_window(
     path, model = mistral
     drawn = np.random.default_rng(0).integers(0, VOCABULARY, 100).tolist()
     # Not enough for one whole request, but for two windows and steps.
-    pair = Pair(path, operations(), 12, depth)
+    pair = WiredPair(path, operations(), 12, depth)
     prompts = {"a": drawn[:40], "b": drawn[:21] + drawn[60:75], "c": drawn[50:53]}
     requests = [ask(name, prompt, 24) for name, prompt in prompts.items()]
     for request in requests:
@@ -125,7 +70,7 @@ def test_a_hit_needs_the_blocks_of_its_window_alone(
 ) -> None:
     path, model = mistral
     prompt = np.random.default_rng(1).integers(0, VOCABULARY, 42).tolist()
-    pair = Pair(path, TorchOperations(), 40, 2)
+    pair = WiredPair(path, TorchOperations(), 40, 2)
     for length, hit in ((40, 0), (42, 40)):
         pair.scheduler.add(request := ask("r", prompt[:length], 8), 0)
         pair.run()

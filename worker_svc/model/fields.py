@@ -23,11 +23,13 @@ class Fields:
         """Return whether the field is there and not null."""
         return self._values.get(name) is not None
 
-    def count(self, name: str, default: int | None = None) -> int:
-        """Return a positive integer."""
+    def count(self, name: str, default: int | None = None, *, most: int | None = None) -> int:
+        """Return a positive integer, of at most `most`."""
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
             raise self._error(name, "a positive integer")
+        if most is not None and value > most:
+            raise self._error(name, f"at most {most}")
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
@@ -61,6 +63,15 @@ class Fields:
         if not isinstance(value, list) or not all(isinstance(entry, str) for entry in value):
             raise self._error(name, "a list of strings")
         return [str(entry) for entry in value]
+
+    def indices(self, name: str) -> list[int]:
+        """Return a list of integers from 0 on; an empty one if it is absent."""
+        value = self._value(name, [])
+        if not isinstance(value, list) or not all(
+            type(entry) is int and entry >= 0 for entry in value
+        ):
+            raise self._error(name, "a list of integers from 0 on")
+        return list(value)
 
     def group(self, name: str) -> "Fields":
         """Return a nested mapping; an empty one if it is absent."""

@@ -11,12 +11,13 @@ _NUM_SAMPLES = 256
 _SAMPLE_BYTES = 4096
 
 
-def model_fingerprint(path: Path) -> str:
+def model_fingerprint(path: Path, quantization: str = "none") -> str:
     """Return a SHA-256 in hex of what identifies a Hugging Face directory or a GGUF file.
 
     It covers the config or metadata, the names, shapes and places of all tensors, the files'
     sizes, and 256 evenly spaced samples of 4 KiB of the weights: two fine-tunes of one model
-    differ in nothing else. Paths and times are left out, so copies have the same name.
+    differ in nothing else. Paths and times are left out, so copies have the same name; weights that
+    are rounded at loading have another.
 
     Raises: ModelError if a file is missing or damaged.
     Cost: reads the heads and 1 MiB, whatever the model's size.
@@ -34,6 +35,8 @@ def model_fingerprint(path: Path) -> str:
             _add_file(digest, file, head, _NUM_SAMPLES // len(files) + 1)
     except OSError as error:
         raise ModelError(f"{path.name} cannot be read: {error.strerror}") from error
+    if quantization != "none":
+        _add(digest, quantization.encode())
     return digest.hexdigest()
 
 

@@ -11,27 +11,10 @@ from gguf import dequantize
 
 from worker_svc.errors import ModelError
 from worker_svc.model.gguf_file import GgufFile, GgufTensor
+from worker_svc.model.gguf_names import hf_tensors
 from worker_svc.model.model_config import ModelConfig
 
-ROPE_DIVISORS = "rope_freqs.weight"
-
-_IN_LAYER = {
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-_OUTSIDE = {
-    "token_embd.weight": "model.embed_tokens.weight",
-    "output_norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
-    ROPE_DIVISORS: ROPE_DIVISORS,
-}
+_SLAB_ELEMENTS = 1 << 18
 
 
 class GgufWeights:
@@ -41,7 +24,7 @@ class GgufWeights:
 
     def __init__(self, file: GgufFile, config: ModelConfig) -> None:
         self._config = config
-        self._tensors = {_hf_name(name): tensor for name, tensor in file.tensors.items()}
+        self._tensors = hf_tensors(file, config)
         self._opened = file.path.open("rb")
 
     def __enter__(self) -> Self:
@@ -60,40 +43,68 @@ class GgufWeights:
         """The tensors there are, by their Hugging Face names."""
         return frozenset(self._tensors)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor in fp32. It must be among `names`.
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of one tensor. It must be among `names`."""
+        return list(self._tensors[name].shape)
+
+    def read(self, name: str, dtype: torch.dtype, *parts: range) -> torch.Tensor:
+        """Return one tensor, or a part of its first dimensions. It must be among `names`.
+
+        It is unpacked a few rows at a time, so that an embedding need not fit into memory in
+        fp32. Rows that are not asked for are not read; those of queries and keys must be whole
+        heads.
 
         Raises: ModelError if it is packed in a way the `gguf` package cannot unpack.
         """
         tensor = self._tensors[name]
-        weight = torch.from_numpy(self._unpack(tensor))
+        weight = self._read_rows(tensor, parts[0] if parts else range(tensor.shape[0]), dtype)
         # Llama's GGUF files hold the rotary pairs of Q and K side by side, (2i, 2i + 1);
-        # the model wants them half a head apart, (i, i + D / 2).
-        if ".attn_q." in tensor.name:
-            return self._halves_apart(name, weight, self._config.num_heads)
-        if ".attn_k." in tensor.name:
-            return self._halves_apart(name, weight, self._config.num_kv_heads)
+        # the model wants them half a head apart, (i, i + D / 2). Those of others do so too.
+        if self._config.architecture == "llama":
+            if ".attn_q." in tensor.name:
+                weight = self._halves_apart(name, weight, self._config.num_heads)
+            if ".attn_k." in tensor.name:
+                weight = self._halves_apart(name, weight, self._config.num_kv_heads)
+        if len(parts) > 1:
+            weight = weight[(slice(None), *(slice(part.start, part.stop) for part in parts[1:]))]
+        return weight
+
+    def _read_rows(self, tensor: GgufTensor, wanted: range, dtype: torch.dtype) -> torch.Tensor:
+        """Return some of a tensor's first dimension."""
+        columns = tensor.shape[-1]
+        if len(tensor.shape) == 1:
+            whole = torch.from_numpy(self._unpack(tensor, 0, 1)[0]).to(dtype)
+            return whole[wanted.start : wanted.stop]
+        weight = torch.empty((len(wanted), *tensor.shape[1:]), dtype=dtype)
+        rows = weight.view(-1, columns)
+        start = wanted.start * prod(tensor.shape[1:-1])
+        step = max(1, _SLAB_ELEMENTS // columns)
+        for first in range(0, len(rows), step):
+            slab = rows[first : first + step]
+            slab.copy_(torch.from_numpy(self._unpack(tensor, start + first, len(slab))))
         return weight
 
     def _halves_apart(self, name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:
-        if len(weight) != (rows := heads * self._config.head_dim):
-            raise ModelError(f"tensor {name} is {list(weight.shape)}, must have {rows} rows")
-        return halves_apart(weight, heads)
+        head_dim, shape = self._config.head_dim, self.shape(name)
+        if shape[0] != (rows := heads * head_dim):
+            raise ModelError(f"tensor {name} is {shape}, must have {rows} rows")
+        return halves_apart(weight, len(weight) // head_dim)
 
-    def _unpack(self, tensor: GgufTensor) -> npt.NDArray[np.float32]:
-        packed = np.empty(
-            (*tensor.shape[:-1], tensor.num_bytes // prod(tensor.shape[:-1])), np.uint8
-        )
-        self._opened.seek(tensor.offset)
-        if self._opened.readinto(packed.data) != tensor.num_bytes:
+    def _unpack(self, tensor: GgufTensor, first: int, num_rows: int) -> npt.NDArray[np.float32]:
+        """Return rows from the `first` on. Shape: [num_rows, columns]."""
+        row_bytes = tensor.num_bytes // prod(tensor.shape[:-1])
+        packed = np.empty((num_rows, row_bytes), np.uint8)
+        self._opened.seek(tensor.offset + first * row_bytes)
+        if self._opened.readinto(packed.data) != packed.nbytes:
             raise ModelError(f"{tensor.name} is cut short")
         try:
-            values: npt.NDArray[np.float32] = dequantize(packed, tensor.kind)
+            # As one row: the package loops over every 16 of them, which is slow for narrow ones.
+            values: npt.NDArray[np.float32] = dequantize(packed.reshape(1, -1), tensor.kind)
         except NotImplementedError as error:
             raise ModelError(
                 f"{tensor.name} is packed as {tensor.kind.name}, which is not known"
             ) from error
-        return values.reshape(tensor.shape)
+        return values.reshape(num_rows, tensor.shape[-1])
 
 
 def halves_apart(weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -103,13 +114,3 @@ def halves_apart(weight: torch.Tensor, heads: int) -> torch.Tensor:
     """
     pairs = weight.view(heads, -1, 2, *weight.shape[1:])
     return pairs.transpose(1, 2).reshape(weight.shape)
-
-
-def _hf_name(name: str) -> str:
-    """Return the Hugging Face name, or the name itself if there is none."""
-    if name in _OUTSIDE:
-        return _OUTSIDE[name]
-    match name.split("."):
-        case ["blk", layer, part, kind] if part in _IN_LAYER:
-            return f"model.layers.{layer}.{_IN_LAYER[part]}.{kind}"
-    return name

@@ -1,18 +1,44 @@
-"""The numbers of a model, read from its files and checked."""
+"""The numbers of a model, read from a `config.json` and checked."""
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Literal
+from enum import Enum, auto
+from typing import Final, Literal
 
 from worker_svc.errors import ModelError
 from worker_svc.model.fields import Fields
-from worker_svc.model.gguf_file import GgufFile, read_gguf
+from worker_svc.model.layer_groups import LayerGroup, group_layers
 
-KNOWN_HF_ARCHITECTURES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM")
-KNOWN_GGUF_ARCHITECTURES = ("llama",)
-KNOWN_ROPE_SCALINGS = ("default", "linear", "llama3")
+
+class Family(Enum):
+    """Models that one file of code runs."""
+
+    LLAMA = auto()
+    QWEN3 = auto()
+    GEMMA3 = auto()
+    MIXTRAL = auto()
+    QWEN3_MOE = auto()
+
+
+KNOWN_HF_ARCHITECTURES: Final[Mapping[str, Family]] = {
+    "LlamaForCausalLM": Family.LLAMA,
+    "MistralForCausalLM": Family.LLAMA,
+    "Qwen2ForCausalLM": Family.LLAMA,
+    "Qwen3ForCausalLM": Family.QWEN3,
+    "Gemma3ForCausalLM": Family.GEMMA3,
+    "MixtralForCausalLM": Family.MIXTRAL,
+    "Qwen3MoeForCausalLM": Family.QWEN3_MOE,
+}
+MAX_LAYERS: Final = 1024
+"""More than any model has: a bound on what one number in a file can make us do."""
+
+FULL: Final = "full_attention"
+SLIDING: Final = "sliding_attention"
+KNOWN_ROPE_SCALINGS: Final = ("default", "linear", "llama3")
+
+# Where transformers has another default than hidden_size / num_attention_heads, and than 10,000.
+_HEAD_DIMS: Final = {Family.QWEN3: 128, Family.GEMMA3: 256}
+_THETAS: Final = {Family.GEMMA3: 1e6, Family.MIXTRAL: 1e6}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,8 +61,34 @@ class RopeScaling:
 
 
 @dataclass(frozen=True, slots=True)
+class ExpertsConfig:
+    """The sparse MLPs of a mixture of experts."""
+
+    num_experts: int
+
+    num_chosen: int
+    """Experts that each token goes to; at most num_experts."""
+
+    intermediate_size: int
+    """Width of one expert."""
+
+    sums_to_one: bool
+    """Whether the weights of a token's experts are divided by their sum."""
+
+    dense_layers: frozenset[int] = frozenset()
+    """Layers with a plain MLP instead."""
+
+    def __post_init__(self) -> None:
+        """Raise ModelError, naming the field, its value and its bound."""
+        if self.num_chosen > self.num_experts:
+            raise ModelError(
+                f"num_experts_per_tok is {self.num_chosen}, must be at most {self.num_experts}"
+            )
+
+
+@dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A model of the Llama shape."""
+    """A model of the Llama shape, and in what it differs."""
 
     architecture: str
     """As its files name it."""
@@ -70,8 +122,25 @@ class ModelConfig:
     output_bias: bool
     mlp_bias: bool
 
+    family: Family = Family.LLAMA
+
     sliding_window: int | None = None
-    """Tokens a token sees, itself included, in every layer. None: all before it."""
+    """Tokens a token sees, itself included, in layers with a window. None: there are none."""
+
+    full_layers: frozenset[int] = frozenset()
+    """Layers without a window, if there is one."""
+
+    local_rope_theta: float | None = None
+    """rope_theta of layers with a window, which are then not stretched. None: as the others'."""
+
+    attention_scale: float | None = None
+    """Multiplies dot products of queries and keys. None: head_dim ** -0.5."""
+
+    norm_offset: float = 0.0
+    """To be added to the weights of norms as they are stored."""
+
+    experts: ExpertsConfig | None = None
+    """None: all MLPs are plain."""
 
     def __post_init__(self) -> None:
         """Raise ModelError, naming the field, its value and its bound."""
@@ -83,111 +152,57 @@ class ModelConfig:
         if self.head_dim % 2:
             raise ModelError(f"head_dim is {self.head_dim}, must be even")
 
-
-def read_model_config(path: Path) -> ModelConfig:
-    """Read the config of a Hugging Face directory or a GGUF file.
-
-    Raises: ModelError if the files are damaged, or hold a model of another shape.
-    """
-    if path.is_dir():
-        return config_from_hf(_read_json(path / "config.json"))
-    return config_from_gguf(read_gguf(path))
+    @property
+    def kv_groups(self) -> tuple[LayerGroup, ...]:
+        """Which layers share block tables, and what they see."""
+        return group_layers(self.num_layers, self.sliding_window, self.full_layers)
 
 
 def config_from_hf(values: Mapping[str, object]) -> ModelConfig:
     """Return the config that a `config.json` gives.
 
-    Raises: ModelError as `read_model_config` does.
+    Raises: ModelError if a field is missing or impossible, or asks for what is not built.
     """
     fields = Fields(values, "config.json")
     architecture = _hf_architecture(fields)
-    _refuse_unknown_variants(fields)
+    family = KNOWN_HF_ARCHITECTURES[architecture]
+    _refuse_unknown_variants(fields, family)
     attention_bias = fields.flag("attention_bias", default=False)
     num_heads = fields.count("num_attention_heads")
     hidden_size = fields.count("hidden_size")
-    # Rope moved from two fields into one, `rope_parameters`, with transformers 5.
-    rope = fields.group("rope_parameters" if fields.has("rope_parameters") else "rope_scaling")
-    if (rotated := rope.number("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError(f"partial_rotary_factor is {rotated}, must be 1")
+    rope, local_rope = _rope_fields(fields, family)
     max_position = fields.count("max_position_embeddings", 2048)
+    num_layers = fields.count("num_hidden_layers", most=MAX_LAYERS)
+    window, full_layers = _windows(fields, architecture, num_layers)
+    is_gemma = family is Family.GEMMA3
     return ModelConfig(
         architecture=architecture,
         vocab_size=fields.count("vocab_size"),
         hidden_size=hidden_size,
         intermediate_size=fields.count("intermediate_size"),
-        num_layers=fields.count("num_hidden_layers"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=fields.count("num_key_value_heads", num_heads),
-        head_dim=fields.count("head_dim", hidden_size // num_heads),
+        head_dim=fields.count("head_dim", _HEAD_DIMS.get(family, hidden_size // num_heads)),
         max_position_embeddings=max_position,
-        rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
-        rope_theta=rope.number("rope_theta", fields.number("rope_theta", 10000.0)),
+        rms_norm_eps=fields.number("rms_norm_eps", 1e-5 if family is Family.MIXTRAL else 1e-6),
+        rope_theta=rope.number("rope_theta", fields.number("rope_theta", _THETAS.get(family, 1e4))),
         rope_scaling=_rope_scaling(rope, max_position),
-        tie_word_embeddings=fields.flag("tie_word_embeddings", default=False),
+        tie_word_embeddings=fields.flag("tie_word_embeddings", default=is_gemma),
         # Qwen2 has these biases without saying so.
         qkv_bias=attention_bias or architecture == "Qwen2ForCausalLM",
         output_bias=attention_bias,
         mlp_bias=fields.flag("mlp_bias", default=False),
-        sliding_window=_sliding_window(fields, architecture),
+        family=family,
+        sliding_window=window,
+        full_layers=full_layers,
+        local_rope_theta=None
+        if local_rope is None
+        else local_rope.number("rope_theta", fields.number("rope_local_base_freq", 1e4)),
+        attention_scale=fields.number("query_pre_attn_scalar", 256) ** -0.5 if is_gemma else None,
+        norm_offset=1.0 if is_gemma else 0.0,
+        experts=_experts(fields, family, num_layers),
     )
-
-
-def config_from_gguf(file: GgufFile) -> ModelConfig:
-    """Return the config that a GGUF file's metadata gives.
-
-    Raises: ModelError as `read_model_config` does.
-    """
-    fields = Fields(file.metadata, file.path.name)
-    architecture = fields.text("general.architecture")
-    if architecture not in KNOWN_GGUF_ARCHITECTURES:
-        raise _unknown("architecture", architecture, KNOWN_GGUF_ARCHITECTURES)
-    if fields.has("split.count") and fields.count("split.count") > 1:
-        raise ModelError(f"{file.path.name} is one part of a split GGUF file; merge the parts")
-    if fields.has("llama.expert_count"):
-        raise ModelError(f"{file.path.name} is a mixture of experts, which is not supported")
-    num_heads = fields.count("llama.attention.head_count")
-    hidden_size = fields.count("llama.embedding_length")
-    head_dim = fields.count("llama.attention.key_length", hidden_size // num_heads)
-    if (rotated := fields.count("llama.rope.dimension_count", head_dim)) != head_dim:
-        raise ModelError(f"llama.rope.dimension_count is {rotated}, must be {head_dim}")
-    scaling = None
-    if (kind := fields.text("llama.rope.scaling.type", "none")) == "linear":
-        scaling = RopeScaling("linear", fields.number("llama.rope.scaling.factor"))
-    elif kind != "none":
-        raise _unknown("llama.rope.scaling.type", kind, ("none", "linear"))
-    embedding = file.tensors.get("token_embd.weight")
-    if embedding is None:
-        raise ModelError(f"{file.path.name}: token_embd.weight is missing")
-    return ModelConfig(
-        architecture=architecture,
-        vocab_size=embedding.shape[0],
-        hidden_size=hidden_size,
-        intermediate_size=fields.count("llama.feed_forward_length"),
-        num_layers=fields.count("llama.block_count"),
-        num_heads=num_heads,
-        num_kv_heads=fields.count("llama.attention.head_count_kv", num_heads),
-        head_dim=head_dim,
-        max_position_embeddings=fields.count("llama.context_length"),
-        rms_norm_eps=fields.number("llama.attention.layer_norm_rms_epsilon"),
-        rope_theta=fields.number("llama.rope.freq_base", 10000.0),
-        rope_scaling=scaling,
-        tie_word_embeddings="output.weight" not in file.tensors,
-        qkv_bias="blk.0.attn_q.bias" in file.tensors,
-        output_bias="blk.0.attn_output.bias" in file.tensors,
-        mlp_bias="blk.0.ffn_gate.bias" in file.tensors,
-    )
-
-
-def _read_json(path: Path) -> Mapping[str, object]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ModelError(f"{path.name} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ModelError(f"{path.name} is not JSON: {error}") from error
-    if not isinstance(values, dict):
-        raise ModelError(f"{path.name} is not a JSON object")
-    return values
 
 
 def _hf_architecture(fields: Fields) -> str:
@@ -195,28 +210,107 @@ def _hf_architecture(fields: Fields) -> str:
     for architecture in named:
         if architecture in KNOWN_HF_ARCHITECTURES:
             return architecture
-    raise _unknown("architectures", ", ".join(named), KNOWN_HF_ARCHITECTURES)
+    raise unknown("architectures", ", ".join(named), KNOWN_HF_ARCHITECTURES)
 
 
-def _refuse_unknown_variants(fields: Fields) -> None:
+def _refuse_unknown_variants(fields: Fields, family: Family) -> None:
     """Raise ModelError for what would change the numbers and is not built."""
-    if (activation := fields.text("hidden_act", "silu")) != "silu":
-        raise _unknown("hidden_act", activation, ("silu",))
+    name, known = "hidden_act", "silu"
+    if family is Family.GEMMA3:
+        name, known = "hidden_activation", "gelu_pytorch_tanh"
+    if (activation := fields.text(name, known)) != known:
+        raise unknown(name, activation, (known,))
     if fields.has("quantization_config"):
         raise ModelError("quantization_config is set: quantised weights are read from GGUF only")
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if fields.has(name):
+            raise ModelError(f"{name} is {fields.number(name)}, must be null")
+    if fields.flag("use_bidirectional_attention", default=False):
+        raise ModelError("use_bidirectional_attention is true, must be false")
 
 
-def _sliding_window(fields: Fields, architecture: str) -> int | None:
-    """Return the window of all layers, if there is one."""
-    # Qwen2 gives a window that is off, or on in some layers; Mistral gives one that is on.
-    if not fields.has("sliding_window") or not fields.flag("use_sliding_window", default=True):
+def _experts(fields: Fields, family: Family, num_layers: int) -> ExpertsConfig | None:
+    """Return the experts of a family that has them."""
+    if family is Family.MIXTRAL:
+        return ExpertsConfig(
+            num_experts=fields.count("num_local_experts", 8),
+            num_chosen=fields.count("num_experts_per_tok", 2),
+            intermediate_size=fields.count("intermediate_size"),
+            sums_to_one=True,
+        )
+    if family is not Family.QWEN3_MOE:
         return None
+    every = fields.count("decoder_sparse_step", 1)
+    dense = {layer for layer in range(num_layers) if (layer + 1) % every}
+    # Renamed with transformers 5.
+    name = "num_local_experts" if fields.has("num_local_experts") else "num_experts"
+    return ExpertsConfig(
+        num_experts=fields.count(name, 128),
+        num_chosen=fields.count("num_experts_per_tok", 8),
+        intermediate_size=fields.count("moe_intermediate_size", 768),
+        sums_to_one=fields.flag("norm_topk_prob", default=False),
+        dense_layers=frozenset(dense.union(fields.indices("mlp_only_layers"))),
+    )
+
+
+def _rope_fields(fields: Fields, family: Family) -> tuple[Fields, Fields | None]:
+    """Return what describes the rotation, and that of layers with a window if it is another."""
+    # Rope moved from two fields into one, `rope_parameters`, with transformers 5.
+    is_new = fields.has("rope_parameters")
+    rope = fields.group("rope_parameters" if is_new else "rope_scaling")
+    local = None
+    if family is Family.GEMMA3:
+        local = rope.group(SLIDING) if is_new else Fields({}, "config.json")
+        rope = rope.group(FULL) if is_new else rope
+        if (kind := local.text("rope_type", "default")) != "default":
+            raise unknown(f"rope_type of {SLIDING}", kind, ("default",))
+    if (rotated := rope.number("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError(f"partial_rotary_factor is {rotated}, must be 1")
+    return rope, local
+
+
+def _windows(
+    fields: Fields, architecture: str, num_layers: int
+) -> tuple[int | None, frozenset[int]]:
+    """Return the window of layers that have one, and the layers that have none."""
+    # Qwen gives a window that is off unless it says otherwise; the others give one that is on.
+    is_on = fields.flag("use_sliding_window", default="Qwen" not in architecture)
+    if not is_on or not fields.has("sliding_window"):
+        return None, frozenset()
     window = fields.count("sliding_window")
-    if architecture != "MistralForCausalLM":
+    if architecture == "LlamaForCausalLM":
         raise ModelError(
             f"sliding_window is {window}, must be null: windows of {architecture} are not supported"
         )
-    return window
+    full = frozenset(
+        layer
+        for layer, kind in enumerate(_layer_types(fields, architecture, num_layers))
+        if kind == FULL
+    )
+    return (window, full) if len(full) < num_layers else (None, frozenset())
+
+
+def _layer_types(fields: Fields, architecture: str, num_layers: int) -> list[str]:
+    """Return FULL or SLIDING for each layer."""
+    if fields.has("layer_types"):
+        kinds = fields.texts("layer_types")
+        for kind in kinds:
+            if kind not in {FULL, SLIDING}:
+                raise unknown("layer_types", kind, (FULL, SLIDING))
+        if len(kinds) != num_layers:
+            raise ModelError(f"layer_types has {len(kinds)} entries, must have {num_layers}")
+        return kinds
+    if architecture == "Gemma3ForCausalLM":
+        return gemma3_layer_types(num_layers, fields.count("sliding_window_pattern", 6))
+    first_sliding = 0
+    if architecture in {"Qwen2ForCausalLM", "Qwen3ForCausalLM"}:
+        first_sliding = fields.count("max_window_layers", 28)
+    return [FULL if layer < first_sliding else SLIDING for layer in range(num_layers)]
+
+
+def gemma3_layer_types(num_layers: int, period: int = 6) -> list[str]:
+    """Return FULL for the last of each so many layers, SLIDING for the others."""
+    return [SLIDING if (layer + 1) % period else FULL for layer in range(num_layers)]
 
 
 def _rope_scaling(rope: Fields, max_position: int) -> RopeScaling | None:
@@ -235,10 +329,11 @@ def _rope_scaling(rope: Fields, max_position: int) -> RopeScaling | None:
                 rope.count("original_max_position_embeddings", max_position),
             )
         case _:
-            raise _unknown("rope_type", kind, KNOWN_ROPE_SCALINGS)
+            raise unknown("rope_type", kind, KNOWN_ROPE_SCALINGS)
 
 
-def _unknown(field: str, value: str, known: tuple[str, ...]) -> ModelError:
+def unknown(field: str, value: str, known: Iterable[str]) -> ModelError:
+    """Return the error of a field whose value is not supported, which names those that are."""
     return ModelError(
         f"{field} is {value[:100]!r}, which is not supported; known: {', '.join(known)}"
     )

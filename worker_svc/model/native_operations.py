@@ -1,5 +1,6 @@
 """A model's operations in native code, on a CPU: `kernels.cpu_attention` and its neighbours."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -8,15 +9,46 @@ from kernels import cpu_layers
 from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.packed_linear import PackedLinear
-from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
+from kernels.weight_memory import WeightMemory
+from worker_svc.model.native_stack import native_stack
+from worker_svc.model.operations import (
+    LayerCache,
+    LayerParts,
+    LayerStack,
+    Linear,
+    StackShape,
+    StepAttention,
+    StepColumns,
+)
 
 
 class NativeOperations:
     """See `Operations`."""
 
+    can_be_recorded = False
+    __slots__ = ("_memory",)
+
+    def __init__(self) -> None:
+        self._memory = WeightMemory()
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The run dtype."""
+        return None
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Lay the weight out for the processor's products, in a copy."""
-        return PackedLinear(weight, bias)
+        return PackedLinear(weight, bias, memory=self._memory)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """As `linear`, of both matrices together."""
+        return PackedLinear(weight, bias, is_gated=True, memory=self._memory)
+
+    def stack(
+        self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
+    ) -> LayerStack | None:
+        """As `Operations.stack`."""
+        return native_stack(layers, last_norm, shape)
 
     def rms_norm(
         self,
@@ -31,6 +63,14 @@ class NativeOperations:
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """As `Operations.silu_and_mul`."""
         return cpu_layers.silu_and_mul(gate_up)
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """As `Operations.gelu_and_mul`."""
+        return cpu_layers.gelu_and_mul(gate_up)
+
+    def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """As `Operations.norm_heads`."""
+        cpu_layers.norm_heads(qkv[:, : len(weight)], weight, eps)
 
     def begin(
         self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
@@ -64,6 +104,6 @@ class _NativeAttention:
             columns.block_tables,
             columns.seq_lens,
             columns.query_start_loc,
-            head_dim**-0.5,
+            columns.scale or head_dim**-0.5,
             window=columns.window,
         )

@@ -1,6 +1,6 @@
 """What a model is made of, for one kind of device: an interface, since there are several."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeAlias
 
@@ -15,7 +15,7 @@ Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class StepColumns:
-    """Where a step's tokens stand, and what they may read. The same for all layers."""
+    """Where a step's tokens stand, and what they may read: the same in all layers of a KV group."""
 
     positions: torch.Tensor
     """[T] int64"""
@@ -35,6 +35,9 @@ class StepColumns:
     window: int | None = None
     """Tokens a token sees, itself included. None: all before it."""
 
+    scale: float | None = None
+    """Multiplies dot products of queries and keys. None: D ** -0.5."""
+
 
 class StepAttention(Protocol):
     """Attention of one step's tokens."""
@@ -47,11 +50,95 @@ class StepAttention(Protocol):
         ...
 
 
+class LayerParts(Protocol):
+    """The parameters of one layer of the Llama shape."""
+
+    @property
+    def attention_norm(self) -> torch.Tensor:
+        """[E]."""
+        ...
+
+    @property
+    def qkv(self) -> Linear:
+        """[E] to [(H + 2 * G) * D]: queries, keys, values."""
+        ...
+
+    @property
+    def output(self) -> Linear:
+        """[H * D] to [E]."""
+        ...
+
+    @property
+    def mlp_norm(self) -> torch.Tensor:
+        """[E]."""
+        ...
+
+    @property
+    def gate_up(self) -> Linear:
+        """[E] to [I]: silu(gate) * up."""
+        ...
+
+    @property
+    def down(self) -> Linear:
+        """[I] to [E]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class StackShape:
+    """What the layers of a stack have in common."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    eps: float
+    """Of the norms."""
+
+
+class LayerStack(Protocol):
+    """All layers of a model at once."""
+
+    def run(
+        self,
+        hidden: torch.Tensor,
+        columns: StepColumns,
+        inverse_frequencies: torch.Tensor,
+        caches: Sequence[LayerCache],
+    ) -> torch.Tensor:
+        """Return the normalised hidden state of each token, and write its keys and values.
+
+        Shapes: hidden [T, E], overwritten; inverse_frequencies [D / 2]; returns [T, E].
+        """
+        ...
+
+
 class Operations(Protocol):
     """The operations of a model, all in the run dtype."""
 
+    can_be_recorded: bool
+    """Whether a step can be recorded as a graph: nothing waits for the device, and no shape
+    depends on what a tensor holds."""
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """In what type `linear` wants its weight. None: in the run dtype, as its bias."""
+        ...
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Return a linear layer. The caller drops the weight, [out, in]."""
+        ...
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """Return silu(gate) * up of a linear layer whose rows are those of gate, then of up.
+
+        Shapes: weight [2 * I, in], bias [2 * I]; the layer's [T, in] to [T, I].
+        """
+        ...
+
+    def stack(
+        self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
+    ) -> LayerStack | None:
+        """Return the layers and the norm behind them as one, if that is faster than one by one."""
         ...
 
     def rms_norm(
@@ -71,6 +158,20 @@ class Operations(Protocol):
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """Return silu(gate) * up. Shapes: gate_up [T, 2 * I], returns [T, I]."""
+        ...
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """Return gelu(gate) * up, gelu by its approximation with tanh. Shapes: as silu_and_mul.
+
+        Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415).
+        """
+        ...
+
+    def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """Normalise queries and keys in place, each head as `rms_norm` does; values stay.
+
+        Shapes: qkv [T, H + 2 * G, D]; weight [H + G, D].
+        """
         ...
 
     def begin(

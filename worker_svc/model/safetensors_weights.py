@@ -15,10 +15,18 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
 
+class _Slice(Protocol):
+    def get_shape(self) -> list[int]: ...
+
+    def __getitem__(self, places: tuple[slice, ...]) -> torch.Tensor: ...
+
+
 class _OpenFile(Protocol):
     def keys(self) -> list[str]: ...
 
     def get_tensor(self, name: str) -> torch.Tensor: ...
+
+    def get_slice(self, name: str) -> _Slice: ...
 
 
 class SafetensorsWeights:
@@ -56,9 +64,18 @@ class SafetensorsWeights:
         """The tensors there are, by their Hugging Face names."""
         return frozenset(self._files)
 
-    def read(self, name: str) -> torch.Tensor:
-        """Return one tensor, in the dtype of the file. It must be among `names`."""
-        return self._files[name].get_tensor(name)
+    def shape(self, name: str) -> list[int]:
+        """Return the shape of one tensor. It must be among `names`."""
+        return self._files[name].get_slice(name).get_shape()
+
+    def read(self, name: str, _dtype: torch.dtype, *parts: range) -> torch.Tensor:
+        """Return one tensor, or a part of its first dimensions, in the dtype of the file.
+
+        It must be among `names`. What is not asked for is not read.
+        """
+        if not parts:
+            return self._files[name].get_tensor(name)
+        return self._files[name].get_slice(name)[tuple(slice(p.start, p.stop) for p in parts)]
 
 
 def weight_files(directory: Path) -> list[Path]:

@@ -1,12 +1,20 @@
 """A model's operations in plain torch: on any device, and where there is no native code."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.nn import functional
 
 from kernels import reference
-from worker_svc.model.operations import LayerCache, Linear, StepAttention, StepColumns
+from worker_svc.model.operations import (
+    LayerCache,
+    LayerParts,
+    Linear,
+    StackShape,
+    StepAttention,
+    StepColumns,
+)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,12 +29,40 @@ class TorchLinear:
         return functional.linear(x, self.weight, self.bias)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class TorchGatedLinear:
+    """silu(gate) * up, of [gate, up] = x @ weight.T + bias."""
+
+    linear: TorchLinear
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product. Shapes: x [T, in], returns [T, I]."""
+        gate, up = self.linear(x).chunk(2, dim=-1)
+        return functional.silu(gate) * up
+
+
 class TorchOperations:
     """See `Operations`."""
+
+    can_be_recorded = False
+
+    @property
+    def weight_dtype(self) -> torch.dtype | None:
+        """The run dtype."""
+        return None
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
+
+    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        """As `Operations.gated_linear`."""
+        return TorchGatedLinear(TorchLinear(weight, bias))
+
+    def stack(
+        self, _layers: Sequence[LayerParts], _last_norm: torch.Tensor, _shape: StackShape
+    ) -> None:
+        """Each layer by itself."""
 
     def rms_norm(
         self,
@@ -44,6 +80,14 @@ class TorchOperations:
         """As `Operations.silu_and_mul`."""
         gate, up = gate_up.chunk(2, dim=-1)
         return functional.silu(gate) * up
+
+    def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
+        """As `Operations.gelu_and_mul`."""
+        return gelu_and_mul(gate_up)
+
+    def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+        """As `Operations.norm_heads`."""
+        norm_heads(qkv, weight, eps)
 
     def begin(
         self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
@@ -64,6 +108,7 @@ class TorchOperations:
             columns.slot_mapping,
             cos.to(dtype),
             sin.to(dtype),
+            columns.scale or cache[0].shape[-1] ** -0.5,
         )
 
 
@@ -77,6 +122,8 @@ class _TorchAttention:
     sin: torch.Tensor
     """As cos, with the sign of the half."""
 
+    scale: float
+
     def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
         """As `StepAttention.attend`."""
         k_cache, v_cache = cache
@@ -86,4 +133,16 @@ class _TorchAttention:
         qk = torch.addcmul(qk * self.cos, qk.roll(head_dim // 2, dims=-1), self.sin)
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         reference.store_kv(k, v, k_cache, v_cache, self.slot_mapping)
-        return reference.attend(q, k_cache, v_cache, self.reads, head_dim**-0.5)
+        return reference.attend(q, k_cache, v_cache, self.reads, self.scale)
+
+
+def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `Operations.gelu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.gelu(gate, approximate="tanh").mul_(up)
+
+
+def norm_heads(qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
+    """As `Operations.norm_heads`."""
+    heads = qkv[:, : len(weight)]
+    heads.copy_(functional.rms_norm(heads.float(), heads.shape[-1:], None, eps) * weight)

@@ -1,10 +1,9 @@
 """The cache tensors, and the bytes of a block."""
 
-import math
-
 import numpy as np
 import torch
 
+from kernels.huge_pages import huge_tensor
 from worker_svc.errors import InvariantError
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import LayerCache
@@ -12,19 +11,25 @@ from worker_svc.runtime.step_plan import BlockCopies
 
 
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of one block's keys and values, over all layers."""
-    per_token = 2 * config.num_layers * config.num_kv_heads * config.head_dim * dtype.itemsize
-    return per_token * block_size
+    """Return the bytes of one block's keys and values, over the layers of a KV group.
+
+    A block may serve any group, so it has room for the largest.
+    """
+    per_layer = 2 * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
+    return per_layer * max(len(group.layers) for group in config.kv_groups)
 
 
 class KVCache:
-    """Keys and values of all blocks, each layer's in a tensor of its own.
+    """Keys and values of all blocks.
+
+    The first layers of all KV groups share one tensor, and so on: a block belongs to one group at
+    a time, so what lies under its number is that group's, in every tensor.
 
     Shapes: layers: per layer, keys and values [num_blocks + 1, S, G, D]. Block 0 is the null
         block: never written, never read.
     """
 
-    __slots__ = ("block_size", "layers", "num_blocks")
+    __slots__ = ("_tensors", "block_size", "layers", "num_blocks")
 
     def __init__(
         self,
@@ -37,9 +42,14 @@ class KVCache:
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.layers: tuple[LayerCache, ...] = tuple(
+        groups = config.kv_groups
+        self._tensors: tuple[LayerCache, ...] = tuple(
             (_zeros(shape, dtype, device), _zeros(shape, dtype, device))
-            for _ in range(config.num_layers)
+            for _ in range(max(len(group.layers) for group in groups))
+        )
+        places = {layer: place for group in groups for place, layer in enumerate(group.layers)}
+        self.layers: tuple[LayerCache, ...] = tuple(
+            self._tensors[places[layer]] for layer in range(config.num_layers)
         )
 
     def copy_blocks(self, copies: BlockCopies) -> None:
@@ -55,7 +65,7 @@ class KVCache:
             raise InvariantError(f"blocks {src} are copied to {dst} of 1 to {self.num_blocks}")
         if len(np.unique(dst)) < len(dst) or np.isin(src, dst).any():
             raise InvariantError(f"blocks {src} are copied to {dst}, in an order that matters")
-        for layer in self.layers:
+        for layer in self._tensors:
             for cache in layer:
                 copied = cache.index_select(0, torch.from_numpy(src).to(cache.device))
                 cache.index_copy_(0, torch.from_numpy(dst).to(cache.device), copied)
@@ -64,9 +74,8 @@ class KVCache:
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Return zeros; on a CPU in memory that is only taken when it is touched.
 
-    torch.zeros would touch gigabytes at start, which numpy leaves to the operating system.
+    torch.zeros would touch gigabytes at start, which large pages leave to the operating system.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    raw = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(raw).view(dtype).view(shape)
+    return huge_tensor(shape, dtype)

@@ -1,16 +1,17 @@
 """Log-probabilities of tokens, sampled or of a prompt: from the raw logits, before all rules."""
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.rows import Rows
 from worker_svc.runtime.sampling_columns import NO_PROMPT_LOGPROBS
 from worker_svc.runtime.step_plan import (
-    Candidates,
     Float32Array,
     Int32Array,
     Int64Array,
@@ -71,11 +72,14 @@ def find_prompt_logprobs(
     hidden: torch.Tensor,
     rows: Rows,
     running: Int64Array,
+    ranks: OtherRanks,
 ) -> tuple[PromptLogprobs, ...]:
     """Return what rows that asked have run of their prompts. A row that fails is noted in `rows`.
 
     Shapes: hidden [T, E], of the tokens of the `running` rows, row after row; `logits_of` makes
         [P, V] fp32 of [P, E].
+
+    All ranks make the same calls; rank 0 tells, and its word on failures is everybody's.
 
     Cost: the LM head at each position, a slice at a time, so that memory is bounded.
     """
@@ -85,7 +89,7 @@ def find_prompt_logprobs(
         return ()
     counts = rows.num_new_tokens[running]
     begins = np.cumsum(counts) - counts
-    found = []
+    found: dict[int, PromptLogprobs | None] = {}
     for place in places.tolist():
         row = int(running[place])
         first = int(rows.num_computed_tokens[row])
@@ -95,44 +99,45 @@ def find_prompt_logprobs(
             continue
         own = rows.tokens[row, first + 1 : last + 1]
         states = hidden[int(begins[place]) : int(begins[place]) + last - first]
-        told = _of_states(logits_of, states, own, int(asked[place]))
-        if told is None:
-            rows.failures[row] = _NOT_FINITE
+        slices = (logits_of(states[at : at + _SLICE]) for at in range(0, len(own), _SLICE))
+        if ranks.shard.leads:
+            found[row] = _told_of(row, first + 1, slices, own, int(asked[place]))
         else:
-            tokens, candidates = told
-            found.append(
-                PromptLogprobs(
-                    row,
-                    first + 1,
-                    tokens.logprobs,
-                    tokens.ranks,
-                    candidates.ids,
-                    candidates.logprobs,
-                )
-            )
-    return tuple(found)
+            found[row] = None
+            deque(slices, maxlen=0)
+    failed = np.array([part is None for part in found.values()], dtype=np.int32)
+    for row, is_failed in zip(found, ranks.share_tokens(failed).tolist(), strict=True):
+        if is_failed:
+            rows.failures[row] = _NOT_FINITE
+    return tuple(part for part in found.values() if part is not None)
 
 
-def _of_states(
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    states: torch.Tensor,
+def _told_of(
+    row: int,
+    offset: int,
+    slices: Iterable[torch.Tensor],
     own: Int32Array,
     num_candidates: int,
-) -> tuple[TokenLogprobs, Candidates] | None:
+) -> PromptLogprobs | None:
     """Return what is told of P neighbouring positions, or None if logits are no numbers.
 
-    Shapes: states [P, E], own [P], the tokens that stand behind them.
+    Shapes: slices, one after the other, [P, V]; own [P], the tokens that stand behind them. All
+        slices are taken, whatever they hold.
     """
     parts: list[tuple[Float32Array, Int32Array, Int32Array, Float32Array]] = []
-    for begin in range(0, len(own), _SLICE):
-        logits = logits_of(states[begin : begin + _SLICE])
-        if not bool(torch.isfinite(logits.amax(dim=-1)).all()):
-            return None
-        tokens = find_logprobs(logits, own[begin : begin + _SLICE])
-        ids, logprobs = no_int32(), no_float32()
-        if num_candidates:
-            best = find_candidates(logits, np.full(len(logits), num_candidates, dtype=np.int64))
-            ids, logprobs = best.ids, best.logprobs
-        parts.append((tokens.logprobs, tokens.ranks, ids, logprobs))
-    told, ranks, ids, logprobs = (np.concatenate(column) for column in zip(*parts, strict=True))
-    return TokenLogprobs(told, ranks), Candidates(ids, logprobs, no_int32())
+    is_finite, begin = True, 0
+    for logits in slices:
+        is_finite &= bool(torch.isfinite(logits.amax(dim=-1)).all())
+        end = begin + len(logits)
+        if is_finite:
+            tokens = find_logprobs(logits, own[begin:end])
+            ids, logprobs = no_int32(), no_float32()
+            if num_candidates:
+                best = find_candidates(logits, np.full(len(logits), num_candidates, dtype=np.int64))
+                ids, logprobs = best.ids, best.logprobs
+            parts.append((tokens.logprobs, tokens.ranks, ids, logprobs))
+        begin = end
+    if not is_finite:
+        return None
+    columns = [np.concatenate(column) for column in zip(*parts, strict=True)]
+    return PromptLogprobs(row, offset, *columns)

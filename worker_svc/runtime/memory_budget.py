@@ -1,6 +1,7 @@
 """How many blocks fit: memory measured, then divided."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,15 +33,18 @@ class MemoryReport:
     """Tokens per block."""
 
     block_bytes: int
-    """Of one block, over all layers."""
+    """Of one block, over the layers of a KV group."""
 
     max_model_len: int
     """Most tokens of one request."""
 
+    blocks_per_request: int
+    """Blocks that such a request holds at a time, over all KV groups."""
+
     @property
     def max_concurrency(self) -> float:
         """How many requests of the greatest length fit at once."""
-        return self.num_blocks / blocks_for(self.max_model_len, self.block_size)
+        return self.num_blocks / self.blocks_per_request
 
     @property
     def num_kv_tokens(self) -> int:
@@ -65,28 +69,25 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def num_blocks_that_fit(
-    cache_bytes: int,
-    block_bytes: int,
-    block_size: int,
-    max_model_len: int,
-    most_held: int | None = None,
+    cache_bytes: int, block_bytes: int, max_model_len: int, needs: Callable[[int], int]
 ) -> int:
     """Return how many usable blocks `cache_bytes` hold, beside the null block.
 
-    `most_held`: tokens that a request of any length holds at a time. None: all it has.
+    `needs` says how many blocks a request of so many tokens holds at a time.
 
     Raises: ConfigError if one request of `max_model_len` does not fit. It names the GiB needed
         and available and the greatest length that does.
     """
     # The null block is small change, and left out: a cache of 1,024 blocks' bytes has 1,024.
     num_blocks = cache_bytes // block_bytes
-    needed = blocks_for(min(max_model_len, most_held or max_model_len), block_size)
+    needed = needs(max_model_len)
     if needed > num_blocks:
+        longest = bisect_right(range(1, max_model_len + 1), num_blocks, key=needs)
         raise ConfigError(
             f"max_model_len is {max_model_len}: one request needs "
             f"{needed * block_bytes / GIB:.2f} GiB of KV cache, "
             f"{cache_bytes / GIB:.2f} GiB is available; must be at most "
-            f"{num_blocks * block_size} (or give kv_cache_memory_bytes)"
+            f"{longest} (or give kv_cache_memory_bytes)"
         )
     return num_blocks
 

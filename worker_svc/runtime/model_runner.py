@@ -8,7 +8,8 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.errors import InvariantError
-from worker_svc.model.llama import Llama
+from worker_svc.model.causal_model import CausalModel
+from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.kv_cache import KVCache
@@ -33,6 +34,9 @@ from worker_svc.runtime.step_plan import (
 _NOT_FINITE = "the model's logits are not finite"
 _ALL_BANNED = "no token may be drawn: the request's own rules leave none"
 
+_FAILED = np.int32(-1)
+"""What ranks are told in place of a token."""
+
 
 class Sampled(NamedTuple):
     """What rows sampled; the columns are those of StepResult."""
@@ -49,24 +53,37 @@ class ModelRunner:
 
     What the plans said is kept in rows; a token that a row samples is appended to it here, so
     the scheduler need not send it back.
+
+    Of several ranks all run every plan, on their parts of the model. Rank 0 alone samples; the
+    others append the tokens it shares, and have no results.
     """
 
-    __slots__ = ("_last_step_id", "_model", "_pooler", "kv_cache", "rows")
+    __slots__ = ("_last_step_id", "_model", "_pooler", "_ranks", "kv_cache", "rows")
 
     def __init__(
-        self, model: Llama, kv_cache: KVCache, *, max_num_seqs: int, max_model_len: int
+        self,
+        model: CausalModel,
+        kv_cache: KVCache,
+        *,
+        max_num_seqs: int,
+        max_model_len: int,
+        ranks: OtherRanks | None = None,
     ) -> None:
-        tables = BlockTables(
-            max_num_seqs,
-            blocks_for(max_model_len, kv_cache.block_size),
-            kv_cache.block_size,
-            last_block=kv_cache.num_blocks,
-            windowed=model.config.sliding_window is not None,
+        tables = tuple(
+            BlockTables(
+                max_num_seqs,
+                blocks_for(max_model_len, kv_cache.block_size),
+                kv_cache.block_size,
+                last_block=kv_cache.num_blocks,
+                windowed=group.window is not None,
+            )
+            for group in model.config.kv_groups
         )
         self.kv_cache = kv_cache
-        self.rows = Rows(max_num_seqs, max_model_len, (tables,), model.config.vocab_size)
+        self.rows = Rows(max_num_seqs, max_model_len, tables, model.config.vocab_size)
         self._model = model
         self._pooler = Pooler()
+        self._ranks = ranks or NoOtherRanks()
         self._last_step_id = -1
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -96,8 +113,9 @@ class ModelRunner:
         inputs = build_step_inputs(self.rows, running, self._model.device)
         prepared = perf_counter_ns()
         hidden = self._compute(inputs)
-        prompts = find_prompt_logprobs(self._model.logits, hidden, self.rows, running)
+        prompts = find_prompt_logprobs(self._model.logits, hidden, self.rows, running, self._ranks)
         vectors = self._pooler.pool(hidden, self.rows, running)
+        # Of several ranks, only rank 0 can use them.
         logits = self._model.logits(hidden[inputs.last_tokens])
         computed = perf_counter_ns()
         sampled = self._sample(logits, inputs.sampling_rows)
@@ -120,8 +138,8 @@ class ModelRunner:
             inputs.token_ids,
             inputs.positions,
             self.kv_cache.layers,
-            inputs.slot_mappings[0],
-            inputs.block_tables[0],
+            inputs.slot_mappings,
+            inputs.block_tables,
             inputs.seq_lens,
             inputs.query_start_loc,
         )
@@ -134,19 +152,24 @@ class ModelRunner:
         if self.rows.failures:
             # A position of the prompt was no number, so the row is not asked for a token.
             kept = ~np.isin(rows, list(self.rows.failures))
-            logits, rows = _kept(logits, kept), rows[kept]
+            rows = rows[kept]
+            if self._ranks.shard.leads:
+                logits = _kept(logits, kept)
         if not len(rows):
             return Sampled(no_int32(), no_int32(), no_int32(), None, None)
         params, positions = self.rows.sampling, self.rows.num_tokens[rows]
         scores, raw_failed = self._ruled(logits, rows)
-        tokens, failed = sample(scores, rows, positions, params)
-        failed |= raw_failed
+        tokens, failed = self._draw(scores, rows, positions, raw_failed)
         if failed.any():
             self._note_failed(scores, rows, failed)
             kept = ~failed
-            logits, scores = _kept(logits, kept), _kept(scores, kept)
+            if self._ranks.shard.leads:
+                logits, scores = _kept(logits, kept), _kept(scores, kept)
             rows, tokens, positions = rows[kept], tokens[kept], positions[kept]
         self.rows.append_tokens(rows, tokens)
+        if not self._ranks.shard.leads:
+            params.num_samples[rows] = 1
+            return Sampled(no_int32(), no_int32(), no_int32(), None, None)
         num_tokens, candidates = no_int32(), None
         if (params.num_samples[rows] > 1).any():
             tokens, num_tokens = sample_several(scores, tokens, rows, positions, params)
@@ -155,6 +178,22 @@ class ModelRunner:
             candidates = find_candidates(logits, params.num_candidates[rows])
         logprobs = sampled_logprobs(logits, tokens, num_tokens, params.logprobs[rows])
         return Sampled(rows.astype(np.int32), tokens, num_tokens, candidates, logprobs)
+
+    def _draw(
+        self,
+        scores: torch.Tensor,
+        rows: Int64Array,
+        positions: Int32Array,
+        raw_failed: npt.NDArray[np.bool_],
+    ) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
+        """Return a token for each row, and whether it failed: what rank 0 says, on every rank."""
+        if not self._ranks.shard.leads:
+            tokens = self._ranks.share_tokens(np.empty(len(rows), dtype=np.int32))
+            return tokens, tokens == _FAILED
+        tokens, failed = sample(scores, rows, positions, self.rows.sampling)
+        failed |= raw_failed
+        self._ranks.share_tokens(np.where(failed, _FAILED, tokens))
+        return tokens, failed
 
     def _ruled(
         self, logits: torch.Tensor, rows: Int64Array
@@ -165,7 +204,7 @@ class ModelRunner:
         """
         params, failed = self.rows.sampling, np.zeros(len(rows), dtype=np.bool_)
         ruled = params.is_ruled[rows]
-        if not ruled.any():
+        if not (ruled.any() and self._ranks.shard.leads):
             return logits, failed
         scores = logits
         telling = ruled & (params.logprobs[rows] | (params.num_candidates[rows] > 0))
@@ -178,6 +217,10 @@ class ModelRunner:
     def _note_failed(
         self, scores: torch.Tensor, rows: Int64Array, failed: npt.NDArray[np.bool_]
     ) -> None:
+        if not self._ranks.shard.leads:
+            # Rank 0 alone knows why, and alone is asked.
+            self.rows.failures.update(dict.fromkeys(rows[failed].tolist(), _NOT_FINITE))
+            return
         best = scores.amax(dim=-1).cpu().numpy()
         for row, score in zip(rows[failed].tolist(), best[failed].tolist(), strict=True):
             banned = score == -np.inf and self.rows.sampling.is_ruled[row]

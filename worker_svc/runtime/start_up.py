@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from worker_svc.errors import ConfigError
-from worker_svc.model.llama import Llama
+from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.weights import LoadedModel
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
 from worker_svc.runtime.memory_budget import (
@@ -66,7 +66,7 @@ class RunnerLimits:
 
 
 def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner, MemoryReport]:
-    """Give a loaded model an empty cache, and return what runs it.
+    """Give a loaded model an empty cache, and return what runs it, step by step.
 
     The memory of an older runner counts as taken as long as there is a reference to it.
 
@@ -80,20 +80,26 @@ def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner,
             f"{config.max_position_embeddings}, for which the model was made"
         )
     bytes_of_block = block_bytes(config, limits.block_size, model.dtype)
+    step_tokens, groups = limits.max_num_batched_tokens, config.kv_groups
+
+    def needs(num_tokens: int) -> int:
+        return sum(
+            group.most_blocks(num_tokens, step_tokens, limits.block_size) for group in groups
+        )
+
     num_blocks = limits.num_gpu_blocks_override
     if num_blocks is None:
-        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(model, limits)
-        most_held = None
-        if config.sliding_window is not None:
-            # A window and a step, and a block more where that begins inside one.
-            step_tokens = config.sliding_window - 1 + limits.max_num_batched_tokens
-            most_held = step_tokens + limits.block_size
-        num_blocks = num_blocks_that_fit(
-            cache_bytes, bytes_of_block, limits.block_size, max_model_len, most_held
-        )
+        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(loaded, limits)
+        num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, max_model_len, needs)
+    # Each rank has its part of every block, so all have as many as the one with the least room.
+    num_blocks = loaded.ranks.least(num_blocks)
     cache = KVCache(config, num_blocks, limits.block_size, model.dtype, model.device)
     runner = ModelRunner(
-        model, cache, max_num_seqs=limits.max_num_seqs, max_model_len=max_model_len
+        model,
+        cache,
+        max_num_seqs=limits.max_num_seqs,
+        max_model_len=max_model_len,
+        ranks=loaded.ranks,
     )
     report = MemoryReport(
         weight_bytes=loaded.weight_bytes,
@@ -102,19 +108,24 @@ def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner,
         block_size=limits.block_size,
         block_bytes=bytes_of_block,
         max_model_len=max_model_len,
+        blocks_per_request=needs(max_model_len),
     )
     return runner, report
 
 
-def _measure_cache_bytes(model: Llama, limits: RunnerLimits) -> int:
+def _measure_cache_bytes(loaded: LoadedModel, limits: RunnerLimits) -> int:
+    model = loaded.model
     if model.device.type == "cpu":
-        return cpu_cache_bytes()
-    return cuda_cache_bytes(
-        model.device, limits.gpu_memory_utilization, lambda: run_largest_step(model, limits)
-    )
+        # As far as anybody knows, the ranks share one machine's memory.
+        return cpu_cache_bytes() // loaded.ranks.shard.world_size
+    # Others may have their cache already, and do not run this step with us.
+    with loaded.ranks.apart():
+        return cuda_cache_bytes(
+            model.device, limits.gpu_memory_utilization, lambda: run_largest_step(model, limits)
+        )
 
 
-def run_largest_step(model: Llama, limits: RunnerLimits) -> None:
+def run_largest_step(model: CausalModel, limits: RunnerLimits) -> None:
     """Run a step of as many rows and tokens as there may be, for its peak of memory.
 
     It writes nothing, and all rows read the same one block: the tokens' own memory is what
@@ -126,13 +137,15 @@ def run_largest_step(model: Llama, limits: RunnerLimits) -> None:
     width = blocks_for(int(counts[0]), limits.block_size)
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     cache = KVCache(model.config, 1, limits.block_size, model.dtype, model.device)
-    num_tokens, device = int(starts[-1]), model.device
+    num_tokens, device, num_groups = int(starts[-1]), model.device, len(model.config.kv_groups)
+    slot_mapping = torch.full((num_tokens,), -1, device=device)
+    block_table = torch.ones((num_rows, width), dtype=torch.int32, device=device)
     hidden = model.forward(
         token_ids=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         positions=torch.zeros(num_tokens, dtype=torch.int64, device=device),
         kv_caches=cache.layers,
-        slot_mapping=torch.full((num_tokens,), -1, device=device),
-        block_tables=torch.ones((num_rows, width), dtype=torch.int32, device=device),
+        slot_mappings=[slot_mapping] * num_groups,
+        block_tables=[block_table] * num_groups,
         seq_lens=torch.from_numpy(counts).to(device),
         query_start_loc=torch.from_numpy(starts).to(device),
     )

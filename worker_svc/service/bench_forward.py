@@ -71,8 +71,8 @@ def bench_forward(host: ModelHost, requests: TextIO, answers: TextIO) -> None:
             _write(answers, bench.answer(_read_run(line)))
 
 
-def plan_run(run: BenchRun) -> list[StepPlan]:
-    """Return all plans of a run, as a scheduler would make them one after the other.
+def plan_run(run: BenchRun, num_groups: int = 1) -> list[StepPlan]:
+    """Return all plans of a run on so many KV groups, as a scheduler would make them in turn.
 
     Lengths are known beforehand, since nothing ends a sequence early: rows that run go on
     first, then rows are admitted, both within the budget of tokens.
@@ -98,7 +98,7 @@ def plan_run(run: BenchRun) -> list[StepPlan]:
             row, num_admitted = num_admitted, num_admitted + 1
             now[row] = min(run.input_len, budget)
             budget -= now[row]
-            admitted.append(_admit(run, row, prompts[row], now[row]))
+            admitted.append(_admit(run, row, prompts[row], now[row], num_groups))
         plans.append(_plan(len(plans), finished, admitted, exceptions))
         for row, count in now.items():
             num_computed[row] += count
@@ -114,6 +114,7 @@ class _Bench:
     def __init__(self, host: ModelHost) -> None:
         host.load()
         self._host = host
+        self._num_groups = len(host.model.kv_groups)
         self._limits = CacheLimits(
             block_size=16,
             max_num_seqs=MAX_NUM_SEQS,
@@ -128,7 +129,7 @@ class _Bench:
     def answer(self, run: BenchRun) -> dict[str, object]:
         """Time one run."""
         self._make_room(run)
-        plans = plan_run(run)
+        plans = plan_run(run, self._num_groups)
         step = self._runner.run
         started = time.perf_counter()
         for plan in plans:
@@ -164,7 +165,8 @@ class _Bench:
                 f"input_len + output_len is {run.max_model_len}, must be at most "
                 f"{limits.max_model_len}, for which the model was made"
             )
-        num_blocks = run.num_seqs * blocks_for(run.max_model_len, run.block_size)
+        num_blocks = self._num_groups * run.num_seqs
+        num_blocks *= blocks_for(run.max_model_len, run.block_size)
         if num_blocks > self._report.num_blocks:
             raise ConfigError(
                 f"num_seqs is {run.num_seqs}, whose {num_blocks} blocks must be at most "
@@ -182,10 +184,13 @@ def _prompt_columns(run: BenchRun) -> list[Int32Array]:
     return [np.array(ids, dtype=np.int32) for ids in run.prompts]
 
 
-def _admit(run: BenchRun, row: int, prompt: Int32Array, num_new_tokens: int) -> AdmittedRow:
+def _admit(
+    run: BenchRun, row: int, prompt: Int32Array, num_new_tokens: int, num_groups: int
+) -> AdmittedRow:
     """Admit a row with all the blocks it will ever need. Block 0 is the null block."""
     width = blocks_for(run.max_model_len, run.block_size)
-    blocks = np.arange(1 + row * width, 1 + (row + 1) * width, dtype=np.int32)
+    first = 1 + row * num_groups * width
+    blocks = np.arange(first, first + num_groups * width, dtype=np.int32)
     return AdmittedRow(
         row=row,
         request_id=f"bench-{row}",
@@ -193,7 +198,7 @@ def _admit(run: BenchRun, row: int, prompt: Int32Array, num_new_tokens: int) -> 
         num_prompt_tokens=run.input_len,
         num_computed_tokens=0,
         num_new_tokens=num_new_tokens,
-        block_tables=(blocks,),
+        block_tables=tuple(blocks.reshape(num_groups, width)),
         sampling=SamplingParams(),
     )
 

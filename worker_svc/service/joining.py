@@ -6,6 +6,7 @@ from typing import Final
 
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import InvariantError
+from worker_svc.model.shard import Shard
 from worker_svc.service.model_host import CacheLimits, ModelHost
 
 PROTOCOL_VERSION: Final = 1
@@ -17,14 +18,19 @@ class Assignment:
 
     group: int
 
+    shard: Shard
+    """Which rank of how many, and so which part of the model."""
+
     limits: CacheLimits
 
     heartbeat_s: float
     """Seconds between two heartbeats."""
 
 
-def make_hello(host: ModelHost, boot_id: int, join_secret: str) -> worker_pb2.WorkerHello:
-    """Return the first message of a stream."""
+def make_hello(
+    host: ModelHost, boot_id: int, join_secret: str, rank_host: str, rank: int | None
+) -> worker_pb2.WorkerHello:
+    """Return the first message of a stream. `rank`: the one whose part of the model is loaded."""
     device = worker_pb2.Device()
     device.CopyFrom(host.device)
     device.uuid = device.uuid or f"{boot_id:016x}"
@@ -34,6 +40,8 @@ def make_hello(host: ModelHost, boot_id: int, join_secret: str) -> worker_pb2.Wo
         devices=[device],
         model=host.model,
         join_secret=join_secret,
+        host=rank_host,
+        rank=rank,
     )
 
 
@@ -42,10 +50,9 @@ def read_assignment(ack: worker_pb2.JoinAck, hello: worker_pb2.WorkerHello) -> A
 
     Raises: InvariantError if it is a place that this worker cannot take.
     """
-    if ack.world_size > 1 or ack.rank > 0:
+    if ack.rank >= ack.world_size:
         raise InvariantError(
-            f"rank {ack.rank} of world_size {ack.world_size} is assigned, must be rank 0 of 1: "
-            "this worker serves no tensor parallelism"
+            f"rank {ack.rank} is assigned, must be below world_size {ack.world_size}"
         )
     if ack.device_uuid not in {device.uuid for device in hello.devices}:
         raise InvariantError(f"device {ack.device_uuid!r} is assigned, which is not this worker's")
@@ -58,6 +65,7 @@ def read_assignment(ack: worker_pb2.JoinAck, hello: worker_pb2.WorkerHello) -> A
         raise InvariantError(f"heartbeat_s is {ack.heartbeat_s}, must be above 0")
     return Assignment(
         group=ack.group,
+        shard=Shard(ack.rank, ack.world_size),
         limits=CacheLimits(
             block_size=ack.block_size,
             max_num_seqs=ack.max_num_seqs,

@@ -1,23 +1,29 @@
 """The model of a path on a device of this machine, as the shell wants it."""
 
 import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import torch
 
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError
+from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.fingerprint import model_fingerprint
-from worker_svc.model.model_config import read_model_config
+from worker_svc.model.other_ranks import OtherRanks
+from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.memory_budget import MemoryReport
-from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
-from worker_svc.service.backends import choose_operations
+from worker_svc.service.backends import check_block_size, choose_operations
 from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.load_progress import LoadProgress
 from worker_svc.service.logs import Logger
-from worker_svc.service.model_host import CacheLimits
+from worker_svc.service.model_host import CacheLimits, StepRunner
+
+QUANTIZATION_BITS: Final = {"none": 0, "int8": 8, "int4": 4}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +38,7 @@ class LocalSettings:
     kv_cache_memory_bytes: int | None
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
+    quantization: str = "none"
 
 
 class LocalModel:
@@ -48,6 +55,10 @@ class LocalModel:
             raise ConfigError(f"model_path is {settings.model_path!r}, where nothing is")
         self._torch_device = choose_device(settings.device)
         self._dtype = choose_dtype(settings.dtype, self._torch_device)
+        if settings.quantization != "none" and self._torch_device.type != "cpu":
+            raise ConfigError(
+                f"quantization is {settings.quantization!r}, must be 'none' on {settings.device}"
+            )
         dtype_name = str(self._dtype).removeprefix("torch.")
         if settings.kv_cache_dtype not in {"auto", dtype_name}:
             raise ConfigError(
@@ -58,9 +69,10 @@ class LocalModel:
         self._head_dim = config.head_dim
         self._log = log
         self._loaded: LoadedModel | None = None
+        self._ranks: OtherRanks | None = None
         self.device = describe_device(self._torch_device)
         self.model = worker_pb2.ModelFacts(
-            fingerprint=model_fingerprint(self._path),
+            fingerprint=model_fingerprint(self._path, settings.quantization),
             architecture=config.architecture,
             vocab_size=config.vocab_size,
             dtype=dtype_name,
@@ -68,26 +80,32 @@ class LocalModel:
             max_position_embeddings=config.max_position_embeddings,
             kv_groups=[
                 worker_pb2.KvGroup(
-                    num_layers=config.num_layers,
+                    num_layers=len(group.layers),
                     num_kv_heads=config.num_kv_heads,
                     head_dim=config.head_dim,
-                    sliding_window=config.sliding_window or 0,
+                    sliding_window=group.window or 0,
                 )
+                for group in config.kv_groups
             ],
         )
 
-    def load(self) -> None:
+    def load(self, ranks: OtherRanks | None = None) -> None:
         """Choose an attention backend and read the weights, unless they are in memory.
 
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
         """
-        if self._loaded is None:
+        if self._loaded is None or self._ranks is not ranks:
+            # Another part than before: what is there makes room first.
+            self._loaded, self._ranks = None, ranks
             wanted, device = self._settings.attention_backend, self._torch_device
             operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
-            self._loaded = load_model(self._path, self._dtype, device, operations)
+            if bits := QUANTIZATION_BITS[self._settings.quantization]:
+                operations = QuantisedOperations(bits, self._dtype)
+            progress = LoadProgress(sys.stderr, self._log)
+            self._loaded = load_model(self._path, self._dtype, device, operations, ranks, progress)
 
-    def make_runner(self, limits: CacheLimits) -> tuple[ModelRunner, MemoryReport]:
+    def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.
 
         Raises: ConfigError if a limit does not fit the model or the memory; InvariantError
@@ -105,7 +123,15 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        return make_runner(self._loaded, runner_limits)
+        runner, report = make_runner(self._loaded, runner_limits)
+        # Ranks tell each other what was sampled, for which they wait.
+        if self._torch_device.type == "cpu" or not self._loaded.ranks.shard.is_whole:
+            return runner, report
+        check_block_size(limits.block_size)
+        # Triton takes a second to import, and a worker on a CPU has no use for it.
+        from worker_svc.runtime.device_runner import DeviceRunner  # noqa: PLC0415
+
+        return DeviceRunner.beside(self._loaded.model, runner), report
 
 
 def set_threads(num_threads: int | None) -> None:

@@ -1,9 +1,10 @@
 """What the shell needs of a model: its facts before it is loaded, and something to run steps on."""
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from pagemill.v1 import worker_pb2
+from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.step_plan import StepPlan, StepResult
 
@@ -29,10 +30,26 @@ class CacheLimits:
 
 
 class StepRunner(Protocol):
-    """A loaded model with rows and a KV cache."""
+    """A loaded model with rows and a KV cache, in one thread with its processor."""
 
     def run(self, plan: StepPlan) -> StepResult:
         """Apply the plan to the rows, and run them."""
+        ...
+
+
+@runtime_checkable
+class LaunchRunner(StepRunner, Protocol):
+    """A loaded model with rows and a KV cache, on a device that computes beside this thread.
+
+    One thread launches. Another may collect, each step once, oldest first.
+    """
+
+    def launch(self, plan: StepPlan) -> Any:
+        """Apply the plan to the rows, and have the device run them behind what it runs."""
+        ...
+
+    def collect(self, launched: Any) -> StepResult:
+        """Wait for a launched step."""
         ...
 
 
@@ -49,8 +66,8 @@ class ModelHost(Protocol):
         """Where it will run. A CPU's uuid is empty."""
         ...
 
-    def load(self) -> None:
-        """Read the weights, unless they are in memory.
+    def load(self, ranks: OtherRanks | None = None) -> None:
+        """Read the weights, unless they are in memory: a part, if others have the rest.
 
         Raises: ConfigError if the model cannot be loaded.
         """

@@ -19,6 +19,12 @@ class RefusedRows:
     def __init__(self) -> None:
         self._reasons: dict[int, str] = {}
 
+    def snapshot(self) -> "RefusedRows":
+        """Return the refused rows of this moment, for a result that comes later."""
+        then = RefusedRows()
+        then._reasons = dict(self._reasons)
+        return then
+
     def follow(
         self, plan: StepPlan, refusals: Sequence[tuple[int, str]]
     ) -> Sequence[tuple[int, str]]:

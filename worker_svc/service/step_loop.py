@@ -10,16 +10,25 @@ from worker_svc.service.model_host import StepRunner
 from worker_svc.service.plan_order import PlanOrder
 from worker_svc.service.refused_rows import RefusedRows
 from worker_svc.service.shutdown import Shutdown
+from worker_svc.service.step_answer import write_answer
 from worker_svc.service.step_stream import StepStream
 from worker_svc.service.worker_status import Phase, WorkerStatus
 
 
 class StepLoop:
-    """Runs the plans of one stream, in the thread that calls `run`."""
+    """Runs the plans of one stream, each to its end, in the thread that calls `run`."""
 
     def __init__(
-        self, runner: StepRunner, status: WorkerStatus, shutdown: Shutdown, log: Logger
+        self,
+        runner: StepRunner,
+        status: WorkerStatus,
+        shutdown: Shutdown,
+        log: Logger,
+        *,
+        answers: bool = True,
     ) -> None:
+        """Answer plans, or leave that to rank 0."""
+        self._answers = answers
         self._runner = runner
         self._status = status
         self._shutdown = shutdown
@@ -30,20 +39,24 @@ class StepLoop:
     def run(self, stream: StepStream) -> None:
         """Run plans until the scheduler or the process is asked to stop.
 
-        Raises: StreamLostError or RefusedError as the stream does; InvariantError if a plan
-            breaks the order; whatever a step raises.
+        Raises: StreamLostError, RefusedError or RanksLostError as the stream does;
+            InvariantError if a plan breaks the order; whatever a step raises.
         """
         with self._shutdown.waking(stream.wake):
             # Without a deadline: an idle scheduler sends nothing, and a lost one ends the stream.
             while not self._shutdown.asked:
                 match stream.receive(timeout_s=None):
                     case wire.ReceivedPlan() as received:
-                        stream.send_result(self._step(received))
+                        result = self._step(received)
+                        if self._answers:
+                            stream.send_result(result)
+                        else:
+                            stream.note_answered()
                     case worker_pb2.StopWorker():
                         self._log.info("the scheduler stops this worker")
                         break
-                    case worker_pb2.JoinAck():
-                        raise InvariantError("a second acknowledgement came")
+                    case worker_pb2.JoinAck() | worker_pb2.Rendezvous() as message:
+                        raise InvariantError(f"a {type(message).__name__} came among plans")
         self._status.enter(Phase.STOPPING)
 
     def _step(self, received: wire.ReceivedPlan) -> worker_pb2.StepResult:
@@ -56,16 +69,4 @@ class StepLoop:
         end_ns = time.monotonic_ns()
         self._status.end_step(end_ns - begin_ns)
 
-        message = wire.write_result(result, received.epoch)
-        message.timing.wait_ns = begin_ns - received.arrived_ns - received.decode_ns
-        message.timing.codec_ns = received.decode_ns + time.monotonic_ns() - end_ns
-        for row, reason in result.row_errors:
-            self._log.warning("row failed", step_id=plan.step_id, row=row, reason=reason)
-        self._log.debug(
-            "step",
-            step_id=plan.step_id,
-            admitted=[row.request_id for row in plan.admitted],
-            num_sampled=len(result.tokens),
-            ms=round((end_ns - begin_ns) / 1e6, 3),
-        )
-        return message
+        return write_answer(received, result, begin_ns, end_ns, self._log)

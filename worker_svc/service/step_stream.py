@@ -14,10 +14,12 @@ from types import TracebackType
 from typing import Final, Self, TypeAlias
 
 import grpc
+from google.protobuf.message import DecodeError
 
 from pagemill.v1 import worker_pb2, worker_pb2_grpc
-from worker_svc.errors import InvariantError
+from worker_svc.errors import InvariantError, RanksLostError
 from worker_svc.service import wire
+from worker_svc.service.plan_relay import PlanSender
 
 CHANNEL_OPTIONS: Final = (
     # A reset admits every row in full: 1,024 rows of 32,768 tokens are 128 MiB.
@@ -63,7 +65,9 @@ class RefusedError(Exception):
     """The scheduler will never take this worker."""
 
 
-Incoming: TypeAlias = wire.ReceivedPlan | worker_pb2.JoinAck | worker_pb2.StopWorker
+Incoming: TypeAlias = (
+    wire.ReceivedPlan | worker_pb2.JoinAck | worker_pb2.Rendezvous | worker_pb2.StopWorker
+)
 
 
 class StepStream:
@@ -78,6 +82,9 @@ class StepStream:
         self._inbox: queue.SimpleQueue[Incoming | Exception | None] = queue.SimpleQueue()
         self._num_received = 0
         self._num_answered = 0
+        self._plan_sender: PlanSender | None = None
+        self.over = threading.Event()
+        """Set when the stream has ended: nothing comes any more."""
         self._pipeline_depth = 0  # until the acknowledgement says it: no plan may come before
         self._outbox.put_nowait(worker_pb2.JoinRequest(hello=hello))
         self._channel = grpc.insecure_channel(address, options=CHANNEL_OPTIONS)
@@ -109,7 +116,8 @@ class StepStream:
         """Return the next message, or None after `wake`.
 
         Raises: StreamLostError or RefusedError if the stream ended, or nothing came for
-            `timeout_s`; InvariantError if what came breaks the protocol.
+            `timeout_s`; RanksLostError if another rank is gone; InvariantError if what came
+            breaks the protocol.
         """
         try:
             message = self._inbox.get(timeout=timeout_s)
@@ -123,6 +131,26 @@ class StepStream:
         """Make `receive` return. From any thread."""
         self._inbox.put(None)
 
+    def pass_plans_to(self, sender: PlanSender) -> None:
+        """Pass plans on to the other ranks as they come. Called before there can be any."""
+        self._plan_sender = sender
+
+    def take_passed_plan(self, plan: bytes) -> None:
+        """Take a plan that rank 0 passed on, as if it came on this stream. From any one thread."""
+        try:
+            self._inbox.put(self._decode_plan(worker_pb2.StepPlan.FromString(plan)))
+        except (DecodeError, InvariantError) as error:
+            self._inbox.put(error)
+
+    def lose_ranks(self, error: RanksLostError) -> None:
+        """Have `receive` raise it. From any thread."""
+        self._inbox.put(error)
+
+    def send_loaded(self, rendezvous_port: int) -> None:
+        """Say that this rank can meet the others; rank 0, at which port."""
+        loaded = worker_pb2.RankLoaded(rendezvous_port=rendezvous_port)
+        self._send(worker_pb2.JoinRequest(loaded=loaded))
+
     def send_ready(self, ready: worker_pb2.WorkerReady) -> None:
         """Say that plans may come."""
         self._send(worker_pb2.JoinRequest(ready=ready))
@@ -132,8 +160,12 @@ class StepStream:
 
         Raises: StreamLostError if the peer no longer reads.
         """
-        self._num_answered += 1
+        self.note_answered()
         self._send(worker_pb2.JoinRequest(result=result))
+
+    def note_answered(self) -> None:
+        """Count a plan as answered: rank 0 does it for all."""
+        self._num_answered += 1
 
     def send_failure(self, reason: str, *, permanent: bool) -> None:
         """Say why the worker cannot go on."""
@@ -144,6 +176,8 @@ class StepStream:
         """Say that the worker is alive, unless the outbox is full: a late one says nothing."""
         with contextlib.suppress(queue.Full):
             self._outbox.put_nowait(worker_pb2.JoinRequest(heartbeat=heartbeat))
+        if self._plan_sender is not None:
+            self._plan_sender.keep_alive()
 
     def _send(self, request: worker_pb2.JoinRequest) -> None:
         try:
@@ -167,6 +201,7 @@ class StepStream:
             self._inbox.put(error)
             with contextlib.suppress(grpc.RpcError):
                 collections.deque(self._call, maxlen=0)
+        self.over.set()
         self._inbox.put(self._end())
 
     def _end(self) -> StreamLostError | RefusedError:
@@ -176,28 +211,34 @@ class StepStream:
         return StreamLostError(f"{code.name}: {details}" if details else code.name)
 
     def _decode(self, message: worker_pb2.JoinResponse) -> Incoming:
-        arrived_ns = time.monotonic_ns()
         match message.WhichOneof("message"):
             case "plan":
-                plan = message.plan
-                self._num_received += 1
-                # A reset may come behind plans whose results nobody waits for any more.
-                if self._num_received - self._num_answered > 2 * self._pipeline_depth:
-                    raise InvariantError(
-                        f"step {plan.step_id} came with {2 * self._pipeline_depth} plans "
-                        f"unanswered, where pipeline_depth is {self._pipeline_depth}"
-                    )
-                return wire.ReceivedPlan(
-                    plan=wire.read_plan(plan),
-                    epoch=wire.read_epoch(plan),
-                    refusals=wire.read_refusals(plan),
-                    arrived_ns=arrived_ns,
-                    decode_ns=time.monotonic_ns() - arrived_ns,
-                )
+                if self._plan_sender is not None:
+                    self._plan_sender.send(message.plan.SerializeToString())
+                return self._decode_plan(message.plan)
             case "ack":
                 self._pipeline_depth = message.ack.pipeline_depth
                 return message.ack
+            case "rendezvous":
+                return message.rendezvous
             case "stop":
                 return message.stop
             case _:
                 raise InvariantError("an empty message came from the scheduler")
+
+    def _decode_plan(self, plan: worker_pb2.StepPlan) -> wire.ReceivedPlan:
+        arrived_ns = time.monotonic_ns()
+        self._num_received += 1
+        # A reset may come behind plans whose results nobody waits for any more.
+        if self._num_received - self._num_answered > 2 * self._pipeline_depth:
+            raise InvariantError(
+                f"step {plan.step_id} came with {2 * self._pipeline_depth} plans "
+                f"unanswered, where pipeline_depth is {self._pipeline_depth}"
+            )
+        return wire.ReceivedPlan(
+            plan=wire.read_plan(plan),
+            epoch=wire.read_epoch(plan),
+            refusals=wire.read_refusals(plan),
+            arrived_ns=arrived_ns,
+            decode_ns=time.monotonic_ns() - arrived_ns,
+        )

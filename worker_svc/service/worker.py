@@ -8,14 +8,18 @@ from dataclasses import dataclass
 from typing import Final
 
 from pagemill.v1 import worker_pb2
-from worker_svc.errors import ConfigError, InvariantError
+from worker_svc.errors import ConfigError, InvariantError, RanksLostError
+from worker_svc.model.shard import Shard
 from worker_svc.runtime.memory_budget import MemoryReport, startup_lines
 from worker_svc.service.backoff import LONGEST_DELAY_S, Backoff
 from worker_svc.service.exit_status import ExitStatus
 from worker_svc.service.heartbeat import HeartbeatThread
 from worker_svc.service.joining import Assignment, make_hello, read_assignment
+from worker_svc.service.launch_loop import LaunchLoop
 from worker_svc.service.logs import Logger
-from worker_svc.service.model_host import CacheLimits, ModelHost, StepRunner
+from worker_svc.service.meeting import meeting
+from worker_svc.service.model_host import CacheLimits, LaunchRunner, ModelHost, StepRunner
+from worker_svc.service.process_group import ProcessGroup
 from worker_svc.service.shutdown import Shutdown
 from worker_svc.service.step_loop import StepLoop
 from worker_svc.service.step_stream import RefusedError, StepStream, StreamLostError
@@ -23,6 +27,9 @@ from worker_svc.service.worker_status import Phase, WorkerStatus
 
 ACK_DEADLINE_S: Final = 30.0
 """For the connection and the scheduler's first message."""
+
+_PATIENCE_HEARTBEATS: Final = 4
+"""The scheduler misses a rank after three."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,12 +45,16 @@ class JoinSettings:
     timeout_s: float
     """Seconds without a scheduler after which to give up. 0: never."""
 
+    rank_host: str = "127.0.0.1"
+    """Address at which the other ranks of a group reach this one."""
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cache:
     """A runner with its cache, and what it was made for."""
 
     limits: CacheLimits
+    shard: Shard
     runner: StepRunner
     report: MemoryReport
 
@@ -52,9 +63,9 @@ class Worker:
     """One process's worth of a worker.
 
     Model, rows and KV cache outlive a lost stream; the boot id, the same on return, tells the
-    scheduler so. A scheduler that asks for other limits on return needs another cache: the
-    worker drops the one it has, takes a new boot id and joins as a new process would, but for
-    the model it has loaded. So nobody counts on content that is gone.
+    scheduler so. A scheduler that asks for other limits on return, or another rank, needs another
+    cache: the worker drops the one it has, takes a new boot id and joins as a new process would,
+    but for the model it has loaded. So nobody counts on content that is gone.
     """
 
     def __init__(
@@ -75,6 +86,8 @@ class Worker:
         self._backoff = Backoff(secrets.SystemRandom().random)
         self._boot_id = secrets.randbits(64)
         self._cache: _Cache | None = None
+        self._group: ProcessGroup | None = None
+        """The other ranks, if there are any: as long as this one has the same part of the model."""
         self._last_joined_s = time.monotonic()
 
     def run(self) -> ExitStatus:
@@ -86,28 +99,31 @@ class Worker:
                 self._log.error("refused by the scheduler", reason=str(error))
                 return ExitStatus.REFUSED
             except StreamLostError as error:
-                ended = self._wait_to_dial(str(error))
+                ended = self._wait_to_dial("no scheduler", str(error))
+            except RanksLostError as error:
+                ended = self._wait_to_dial("ranks lost", str(error))
             if ended is not None:
                 return ended
         return ExitStatus.STOPPED
 
-    def _wait_to_dial(self, reason: str) -> ExitStatus | None:
+    def _wait_to_dial(self, event: str, reason: str) -> ExitStatus | None:
         alone_s = time.monotonic() - self._last_joined_s
         if 0 < self._settings.timeout_s < alone_s:
-            self._log.error("no scheduler", reason=reason, seconds=round(alone_s, 1))
+            self._log.error(event, reason=reason, seconds=round(alone_s, 1))
             return ExitStatus.NO_SCHEDULER
         delay_s = self._backoff.next_delay_s()
-        self._log.warning("no scheduler", reason=reason, retry_in_s=round(delay_s, 2))
+        self._log.warning(event, reason=reason, retry_in_s=round(delay_s, 2))
         self._shutdown.wait(delay_s)
         return None
 
     def _serve_one_stream(self) -> ExitStatus | None:
         """Dial, and serve until the stream ends. None: dial again."""
-        hello = make_hello(self._host, self._boot_id, self._settings.secret)
+        settings, rank = self._settings, self._group.shard.rank if self._group else None
+        hello = make_hello(self._host, self._boot_id, settings.secret, settings.rank_host, rank)
         with StepStream(self._settings.address, hello) as stream:
             try:
                 return self._serve(stream, hello)
-            except (StreamLostError, RefusedError):
+            except (StreamLostError, RefusedError, RanksLostError):
                 raise
             except ConfigError as error:
                 self._log.error("impossible", reason=str(error))
@@ -124,49 +140,99 @@ class Worker:
         if not isinstance(first, worker_pb2.JoinAck):
             raise InvariantError(f"a {type(first).__name__} came before the acknowledgement")
         assignment = read_assignment(first, hello)
-        if self._cache is not None and self._cache.limits != assignment.limits:
-            self._log.warning(
-                "other limits than before: the cache is dropped",
-                old=self._cache.limits,
-                new=assignment.limits,
-            )
-            self._cache = None
-            self._boot_id = secrets.randbits(64)
+        if self._has_another_cache(assignment):
             return None
+        self._take_place(assignment.shard)
         with HeartbeatThread(self._status, stream.send_heartbeat, assignment.heartbeat_s):
-            cache = self._prepare(assignment)
-            stream.send_ready(
-                worker_pb2.WorkerReady(
-                    num_blocks=cache.report.num_blocks,
-                    block_bytes=cache.report.block_bytes,
-                    weight_bytes=cache.report.weight_bytes,
-                    load_s=cache.report.load_seconds,
-                )
-            )
-            self._log.info("joined", group=assignment.group, boot_id=f"{self._boot_id:016x}")
-            joined_s = time.monotonic()
             try:
-                StepLoop(cache.runner, self._status, self._shutdown, self._log).run(stream)
-            finally:
-                self._last_joined_s = time.monotonic()
-                # A scheduler that takes us and drops us at once must not be dialled in a loop.
-                if self._last_joined_s - joined_s > LONGEST_DELAY_S:
-                    self._backoff.reset()
-        return ExitStatus.STOPPED
+                return self._work(stream, assignment)
+            except RanksLostError:
+                # The scheduler knows who was lost, and ends the stream then. If this one left of
+                # itself it might be first, be taken for that one and lose its place.
+                stream.over.wait(_PATIENCE_HEARTBEATS * assignment.heartbeat_s)
+                raise
 
-    def _prepare(self, assignment: Assignment) -> _Cache:
-        """Return the runner, made now if there is none."""
+    def _has_another_cache(self, assignment: Assignment) -> bool:
+        """Drop a cache that was made for another place. Returns whether there was one."""
+        cache = self._cache
+        if cache is None or (cache.limits, cache.shard) == (assignment.limits, assignment.shard):
+            return False
+        self._log.warning(
+            "other limits than before: the cache is dropped",
+            old=(cache.limits, cache.shard),
+            new=(assignment.limits, assignment.shard),
+        )
+        self._cache = None
+        self._boot_id = secrets.randbits(64)
+        return True
+
+    def _take_place(self, shard: Shard) -> None:
+        if shard.is_whole:
+            self._group = None
+        elif self._group is None or self._group.shard != shard:
+            self._group = ProcessGroup(shard, self._host.device.kind)
+
+    def _work(self, stream: StepStream, assignment: Assignment) -> ExitStatus:
+        """Load, meet the other ranks, and run plans."""
         if self._cache is None:
             with self._shutdown.waking(self._exit_now):
                 self._status.enter(Phase.LOADING)
-                self._host.load()
+                self._host.load(self._group)
+        if self._group is None:
+            return self._run_plans(stream, assignment)
+        with meeting(stream, self._group, self._settings.rank_host, self._shutdown) as met:
+            return self._run_plans(stream, assignment) if met else ExitStatus.STOPPED
+
+    def _run_plans(self, stream: StepStream, assignment: Assignment) -> ExitStatus:
+        cache, num_blocks = self._prepare(assignment)
+        stream.send_ready(
+            worker_pb2.WorkerReady(
+                num_blocks=num_blocks,
+                block_bytes=cache.report.block_bytes,
+                weight_bytes=cache.report.weight_bytes,
+                load_s=cache.report.load_seconds,
+            )
+        )
+        shard = assignment.shard
+        self._log.info(
+            "joined",
+            group=assignment.group,
+            rank=shard.rank,
+            world_size=shard.world_size,
+            boot_id=f"{self._boot_id:016x}",
+        )
+        joined_s = time.monotonic()
+        try:
+            self._loop(cache.runner, shard).run(stream)
+        finally:
+            self._last_joined_s = time.monotonic()
+            # A scheduler that takes us and drops us at once must not be dialled in a loop.
+            if self._last_joined_s - joined_s > LONGEST_DELAY_S:
+                self._backoff.reset()
+        return ExitStatus.STOPPED
+
+    def _loop(self, runner: StepRunner, shard: Shard) -> StepLoop | LaunchLoop:
+        if isinstance(runner, LaunchRunner):
+            return LaunchLoop(runner, self._status, self._shutdown, self._log)
+        return StepLoop(runner, self._status, self._shutdown, self._log, answers=shard.leads)
+
+    def _prepare(self, assignment: Assignment) -> tuple[_Cache, int]:
+        """Return a runner, made now if there is none, and how many blocks all ranks have."""
+        if self._cache is None:
+            with self._shutdown.waking(self._exit_now):
                 self._status.enter(Phase.SIZING)
                 runner, report = self._host.make_runner(assignment.limits)
             for line in startup_lines(report):
                 self._log.info(line)
-            self._cache = _Cache(assignment.limits, runner, report)
+            self._cache = _Cache(assignment.limits, assignment.shard, runner, report)
+            num_blocks = report.num_blocks
+        else:
+            num_blocks = self._cache.report.num_blocks
+            if self._group is not None:
+                # A rank that is new agrees with the others, before it makes its cache.
+                num_blocks = self._group.least(num_blocks)
         self._status.enter(Phase.IDLE)
-        return self._cache
+        return self._cache, num_blocks
 
 
 def _end(stream: StepStream, reason: str, status: ExitStatus) -> ExitStatus:

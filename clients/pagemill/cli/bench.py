@@ -1,4 +1,4 @@
-"""`pagemill bench`: the engine over gRPC against the bare forward loop, and the step bench."""
+"""`pagemill bench`: the engine over gRPC against the bare forward loop, and its other parts."""
 
 import asyncio
 import json
@@ -17,6 +17,7 @@ from rich.table import Table
 from pagemill.cli import options, single_program
 from pagemill.cli.bare_loop import BareLoop, bare_loop
 from pagemill.cli.bench_hash import bench_hash
+from pagemill.cli.bench_throughput import throughput
 from pagemill.cli.exit_status import CliError
 from pagemill.cli.local_server import local_server
 from pagemill.cli.model_source import DEMO, Model, resolve
@@ -31,6 +32,7 @@ BenchModel = Annotated[str, typer.Argument(metavar="MODEL", help="As for serve."
 
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.command("hash")(bench_hash)
+app.command("throughput")(throughput)
 app.command("step", context_settings=single_program.PASS_ON)(single_program.bench_step)
 app.command("kernels", context_settings=single_program.PASS_ON)(single_program.bench_kernels)
 

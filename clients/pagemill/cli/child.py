@@ -21,12 +21,19 @@ class Child:
     """A running or ended program. Its standard output is a file, so that nobody must drain it."""
 
     def __init__(
-        self, name: str, process: asyncio.subprocess.Process, output: Path, log: Path | None
+        self,
+        name: str,
+        process: asyncio.subprocess.Process,
+        output: Path,
+        log: Path | None,
+        *,
+        own_group: bool = True,
     ) -> None:
         self.name = name
         self._process = process
         self._output = output
         self._log = log
+        self._own_group = own_group
 
     @property
     def status(self) -> int | None:
@@ -53,8 +60,11 @@ class Child:
         self._signal(os.kill, signal.SIGTERM)
 
     def kill(self) -> None:
-        """Kill the program and what it started. Nothing happens to one that has ended."""
-        self._signal(os.killpg, signal.SIGKILL)
+        """Kill the program and, in a group of its own, what it started.
+
+        Nothing happens to one that has ended.
+        """
+        self._signal(os.killpg if self._own_group else os.kill, signal.SIGKILL)
 
     def _signal(self, send: Callable[[int, int], None], number: signal.Signals) -> None:
         # Not asyncio's send_signal: it may reap the program under the watcher that waits for
@@ -91,10 +101,14 @@ class ChildEndedError(CliError):
 class Children:
     """All programs of one server. Leaving the block kills those that still run."""
 
-    def __init__(self, folder: Path, *, keep_logs: bool) -> None:
-        """Keep outputs in `folder`; logs too with `keep_logs`, else they go to standard error."""
+    def __init__(self, folder: Path, *, keep_logs: bool, own_groups: bool = True) -> None:
+        """Keep outputs in `folder`; logs too with `keep_logs`, else they go to standard error.
+
+        Without `own_groups` the programs stay in this process's group.
+        """
         self._folder = folder
         self._keep_logs = keep_logs
+        self._own_groups = own_groups
         self._by_name: dict[str, Child] = {}
 
     async def __aenter__(self) -> Self:
@@ -115,7 +129,7 @@ class Children:
         yield from self._by_name.values()
 
     async def start(self, name: str, command: Sequence[str]) -> Child:
-        """Start a program, tied to this process, in a process group of its own.
+        """Start a program, tied to this process, by default in a process group of its own.
 
         A terminal's Ctrl-C thus reaches this process alone, which stops the others in order.
         A name is given again only when the program that had it has ended.
@@ -129,9 +143,9 @@ class Children:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                process_group=0,
+                process_group=0 if self._own_groups else None,
             )
-        child = Child(name, process, output, log)
+        child = Child(name, process, output, log, own_group=self._own_groups)
         self._by_name[name] = child
         return child
 

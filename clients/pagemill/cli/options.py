@@ -9,7 +9,7 @@ ModelName = Annotated[
     str,
     Argument(
         metavar="MODEL",
-        help="demo, a GGUF file, a Hugging Face directory, or a hub id ORG/NAME.",
+        help="demo, demo-gemma, a GGUF file, a Hugging Face directory, or a hub id ORG/NAME.",
     ),
 ]
 
@@ -63,6 +63,7 @@ Dtype = Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")
 KvCacheDtype = Annotated[str | None, Option(help="Of cached keys and values. auto: as dtype.")]
 KvCacheMemoryBytes = Annotated[int | None, Option(help="Of the KV cache, whatever is free.")]
 AttentionBackend = Annotated[str | None, Option(help="Of the worker: auto, native or torch.")]
+Quantization = Annotated[str | None, Option(help="Of linear layers: none, int8 or int4.")]
 GpuMemoryUtilization = Annotated[float | None, Option(help="Share of the device's memory.")]
 Threads = Annotated[int | None, Option(help="Threads of a CPU operation.")]
 Listen = Annotated[str | None, Option(metavar="ADDRESS", help="For clients; port 0: any free.")]
@@ -85,6 +86,13 @@ PriorityAgeing = Annotated[float | None, Option(help="Seconds of waiting worth o
 PreemptionVictim = Annotated[str | None, Option(help="cheapest or newest.")]
 LongPrefillTokenThreshold = Annotated[int | None, Option(help="Most of one request in a step.")]
 MaxLongPrefills = Annotated[int | None, Option(help="Most requests above it at once.")]
+TensorParallelSize = Annotated[
+    int | None,
+    Option(
+        help="Workers, each with a part of the model's heads.",
+        envvar="PAGEMILL_TENSOR_PARALLEL_SIZE",
+    ),
+]
 PipelineDepth = Annotated[int | None, Option(help="Plans in flight, 1 or 2.")]
 EnablePrefixCaching = Annotated[bool | None, Option(help="Share blocks of equal prefixes.")]
 PrefixCachingHashAlgo = Annotated[

@@ -1,4 +1,4 @@
-"""A scheduler and its worker as processes: brought up, watched, and stopped in order."""
+"""A scheduler and its workers as processes: brought up, watched, and stopped in order."""
 
 import asyncio
 import contextlib
@@ -40,6 +40,9 @@ class Programs:
     worker: tuple[str, ...]
     """Command line, to which --join ADDRESS is added."""
 
+    num_workers: int = 1
+    """Workers to start with it: the ranks of one group."""
+
     ready_timeout_s: float = 600.0
     """Seconds until the server can answer: the model is loaded meanwhile."""
 
@@ -73,14 +76,16 @@ async def serve(programs: Programs, folder: Path, announce: Callable[[str], None
 
 
 @contextlib.asynccontextmanager
-async def running(programs: Programs, folder: Path) -> AsyncIterator[str]:
+async def running(
+    programs: Programs, folder: Path, *, own_groups: bool = True
+) -> AsyncIterator[str]:
     """Run a server for the length of a block; yield its address.
 
     Logs are kept in `folder`, and shown only if a program ends that should not.
 
     Raises: CliError if the server does not come up, or ended while it was needed.
     """
-    async with Children(folder, keep_logs=True) as children:
+    async with Children(folder, keep_logs=True, own_groups=own_groups) as children:
         server = await _bring_up(children, programs)
         try:
             yield server.address
@@ -99,9 +104,9 @@ class _Server:
     """Where clients connect, as the scheduler says it."""
 
     scheduler: Child
-    worker: Child
-    start_worker: Callable[[], Awaitable[Child]]
-    """Starts a worker in place of one that has ended."""
+    workers: tuple[Child, ...]
+    start_worker: Callable[[str], Awaitable[Child]]
+    """Starts a worker of a name, in place of one that has ended."""
 
 
 async def _live(children: Children, programs: Programs, announce: Callable[[str], None]) -> None:
@@ -119,11 +124,11 @@ async def _bring_up(children: Children, programs: Programs) -> _Server:
             address = await _until(children, lambda: _said(scheduler, "listening"))
             joined = await _until(children, lambda: _said(scheduler, "workers"))
 
-            async def start_worker() -> Child:
+            async def start_worker(name: str) -> Child:
                 command = (*programs.worker, "--join", dial_address(joined))
-                return await children.start(WORKER, command)
+                return await children.start(name, command)
 
-            worker = await start_worker()
+            workers = [await start_worker(name) for name in _names(programs.num_workers)]
             # Its own attempts would only delay the news that a program has ended.
             once = RetryPolicy(max_attempts=1)
             async with AsyncClient(dial_address(address), retry=once) as client:
@@ -133,7 +138,14 @@ async def _bring_up(children: Children, programs: Programs) -> _Server:
             f"the server could not answer within {programs.ready_timeout_s:g} s",
             ExitStatus.UNAVAILABLE,
         ) from error
-    return _Server(address, scheduler, worker, start_worker)
+    return _Server(address, scheduler, tuple(workers), start_worker)
+
+
+def _names(num_workers: int) -> list[str]:
+    """Return names for messages. Which rank a worker gets is the scheduler's to say."""
+    if num_workers == 1:
+        return [WORKER]
+    return [f"{WORKER} {number}" for number in range(1, num_workers + 1)]
 
 
 async def _until(children: Children, look: Callable[[], Awaitable[T | None]]) -> T:
@@ -162,9 +174,19 @@ async def _healthy(client: AsyncClient) -> bool | None:
 
 
 async def _keep_up(server: _Server) -> None:
-    """Start the worker again when it dies. Ends only by an error."""
+    """Start each worker again when it dies. Ends only by an error."""
+    keeping = [asyncio.create_task(_keep_worker_up(server, worker)) for worker in server.workers]
+    try:
+        done, _ = await asyncio.wait(keeping, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in keeping:
+            task.cancel()
+    for task in done:
+        await task
+
+
+async def _keep_worker_up(server: _Server, worker: Child) -> None:
     restarts = Restarts()
-    worker = server.worker
     clock = asyncio.get_running_loop().time
     while True:
         started_s = clock()
@@ -173,10 +195,11 @@ async def _keep_up(server: _Server) -> None:
         pause_s = restarts.pause_s(worker.status, clock() - started_s)
         if pause_s is None:
             raise ChildEndedError(worker, "and would again")
-        say(f"the worker ended with status {worker.status}; starting it again in {pause_s:g} s")
+        ended = f"the {worker.name} ended with status {worker.status}"
+        say(f"{ended}; starting it again in {pause_s:g} s")
         if await server.scheduler.ended_within(pause_s):
             raise ChildEndedError(server.scheduler, "though nobody asked it to")
-        worker = await server.start_worker()
+        worker = await server.start_worker(worker.name)
 
 
 async def _first_to_end(*some: Child) -> Child:

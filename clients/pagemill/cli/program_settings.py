@@ -1,6 +1,7 @@
 """Which setting belongs to which program, and how a program is told."""
 
 import json
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,9 @@ import yaml
 from pagemill.cli.exit_status import CliError, ExitStatus
 from pagemill.cli.model_source import Model
 from pagemill.cli.processes import Programs
+
+MAX_RANKS = 1024
+"""The scheduler's own bound."""
 
 # Settings by their names in the programs' own configurations.
 SCHEDULER_SETTINGS = frozenset(
@@ -45,6 +49,7 @@ SCHEDULER_SETTINGS = frozenset(
         "scheduling_policy",
         "served_model_name",
         "step_timeout",
+        "tensor_parallel_size",
         "tenant_weights",
         "trace_steps_every",
         "worker_listen",
@@ -62,6 +67,7 @@ WORKER_SETTINGS = frozenset(
         "kv_cache_memory_bytes",
         "log_format",
         "log_level",
+        "quantization",
         "threads",
     }
 )
@@ -75,7 +81,7 @@ def server_programs(
     *,
     ready_timeout_s: float = 600.0,
 ) -> Programs:
-    """Return the command lines of a scheduler and a worker on this machine.
+    """Return the command lines of a scheduler and its workers on this machine.
 
     Flags stay flags. What the file says, and what is only usual here (a private socket
     between the two), goes into a file for each program in `folder`, so that the environment
@@ -90,7 +96,9 @@ def server_programs(
         )
     usual = {"served_model_name": [model.name], "worker_listen": f"unix:{folder / 'workers'}"}
     scheduler_file = _write(folder / "scheduler.json", _only(SCHEDULER_SETTINGS, {**usual, **file}))
-    worker_file = _write(folder / "worker.json", _only(WORKER_SETTINGS, file))
+    ranks = num_ranks(flags, file)
+    threads = {"threads": threads_of_a_rank(ranks, os.cpu_count() or 1)} if ranks > 1 else {}
+    worker_file = _write(folder / "worker.json", _only(WORKER_SETTINGS, {**threads, **file}))
     return Programs(
         scheduler=(
             *program("scheduler_svc", str(model.path), "--config", scheduler_file),
@@ -100,8 +108,21 @@ def server_programs(
             *program("worker_svc", str(model.path), "--config", worker_file),
             *arguments(_only(WORKER_SETTINGS, flags)),
         ),
+        num_workers=ranks,
         ready_timeout_s=ready_timeout_s,
     )
+
+
+def num_ranks(flags: Mapping[str, object], file: Mapping[str, object]) -> int:
+    """Return how many workers to start. One, where the scheduler will refuse the number."""
+    given = flags.get("tensor_parallel_size")
+    text = str(file.get("tensor_parallel_size", 1) if given is None else given)
+    return max(1, min(int(text), MAX_RANKS)) if text.isdecimal() else 1
+
+
+def threads_of_a_rank(ranks: int, cores: int) -> int:
+    """Return threads for each of several workers of this machine, which leave a core to others."""
+    return max(1, (cores - 1) // ranks)
 
 
 def program(module: str, *arguments: str) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""`pagemill serve`: a scheduler and a worker on this machine, until a signal."""
+"""`pagemill serve`: a scheduler and its workers on this machine, until a signal."""
 
 import asyncio
 import tempfile
@@ -37,6 +37,7 @@ def serve(
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_dtype: options.KvCacheDtype = None,
     attention_backend: options.AttentionBackend = None,
+    quantization: options.Quantization = None,
     enable_prefix_caching: options.EnablePrefixCaching = None,
     prefix_caching_hash_algo: options.PrefixCachingHashAlgo = None,
     eviction_policy: options.EvictionPolicy = None,
@@ -46,6 +47,7 @@ def serve(
     kv_cache_metrics: options.KvCacheMetrics = None,
     kv_cache_metrics_sample: options.KvCacheMetricsSample = None,
     hash_seed: options.HashSeed = None,
+    tensor_parallel_size: options.TensorParallelSize = None,
     pipeline_depth: options.PipelineDepth = None,
     threads: options.Threads = None,
     worker_listen: options.WorkerListen = None,

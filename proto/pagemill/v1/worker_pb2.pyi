@@ -7,6 +7,11 @@ A worker dials in and opens one `Join` stream. It says `hello`; the scheduler as
 place (`ack`); the worker loads its model, sizes its memory and says `ready`; then step
 plans come down and step results go up, in order, until either side closes the stream.
 Heartbeats go up from the first message on.
+
+A group of several ranks has as many streams. Between loading and sizing the ranks meet: each
+says `loaded`, rank 0 with the port it listens at; when all have, each is told where (`rendezvous`).
+Plans go to rank 0 alone, which passes them on, and alone answers. With any rank the group is
+lost: the streams of the others end with ABORTED, and they join again.
 """
 
 from collections import abc as _abc
@@ -72,6 +77,7 @@ class JoinRequest(_message.Message):
     RESULT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
+    LOADED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """First, once."""
@@ -92,6 +98,10 @@ class JoinRequest(_message.Message):
     def failure(self) -> Global___WorkerFailure:
         """The worker cannot go on; it closes the stream behind this."""
 
+    @_builtins.property
+    def loaded(self) -> Global___RankLoaded:
+        """Once, where world_size is above 1: the rank can meet the others."""
+
     def __init__(
         self,
         *,
@@ -100,12 +110,13 @@ class JoinRequest(_message.Message):
         result: Global___StepResult | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         failure: Global___WorkerFailure | None = ...,
+        loaded: Global___RankLoaded | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result", "heartbeat", "failure"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result", "heartbeat", "failure", "loaded"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -120,6 +131,7 @@ class JoinResponse(_message.Message):
     ACK_FIELD_NUMBER: _builtins.int
     PLAN_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ack(self) -> Global___JoinAck:
         """First, once."""
@@ -132,18 +144,23 @@ class JoinResponse(_message.Message):
     def stop(self) -> Global___StopWorker:
         """Finish what is in flight, close the stream and exit with status 0."""
 
+    @_builtins.property
+    def rendezvous(self) -> Global___Rendezvous:
+        """Once, where world_size is above 1: every rank has loaded."""
+
     def __init__(
         self,
         *,
         ack: Global___JoinAck | None = ...,
         plan: Global___StepPlan | None = ...,
         stop: Global___StopWorker | None = ...,
+        rendezvous: Global___Rendezvous | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "plan", b"plan", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "plan", b"plan", "rendezvous", b"rendezvous", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "plan", b"plan", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "plan", b"plan", "rendezvous", b"rendezvous", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ack", "plan", "stop"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ack", "plan", "stop", "rendezvous"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -170,7 +187,7 @@ class WorkerHello(_message.Message):
     group: _builtins.int
     """Group wanted. Unset: any."""
     rank: _builtins.int
-    """Rank wanted. Unset: any."""
+    """Rank wanted: the one whose part of the model is loaded. Unset: any."""
     join_secret: _builtins.str
     """Shared with the scheduler. Empty: none."""
     host: _builtins.str
@@ -335,7 +352,6 @@ class JoinAck(_message.Message):
     GROUP_FIELD_NUMBER: _builtins.int
     RANK_FIELD_NUMBER: _builtins.int
     WORLD_SIZE_FIELD_NUMBER: _builtins.int
-    RENDEZVOUS_FIELD_NUMBER: _builtins.int
     DEVICE_UUID_FIELD_NUMBER: _builtins.int
     BLOCK_SIZE_FIELD_NUMBER: _builtins.int
     MAX_NUM_SEQS_FIELD_NUMBER: _builtins.int
@@ -350,8 +366,6 @@ class JoinAck(_message.Message):
     """Its rank in the group. Rank 0 leads: it gets the plans."""
     world_size: _builtins.int
     """Ranks in the group."""
-    rendezvous: _builtins.str
-    """host:port at which the ranks meet. Empty if world_size is 1."""
     device_uuid: _builtins.str
     """UUID of the device to use."""
     block_size: _builtins.int
@@ -374,7 +388,6 @@ class JoinAck(_message.Message):
         group: _builtins.int = ...,
         rank: _builtins.int = ...,
         world_size: _builtins.int = ...,
-        rendezvous: _builtins.str = ...,
         device_uuid: _builtins.str = ...,
         block_size: _builtins.int = ...,
         max_num_seqs: _builtins.int = ...,
@@ -386,11 +399,55 @@ class JoinAck(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device_uuid", b"device_uuid", "group", b"group", "heartbeat_s", b"heartbeat_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks_override", b"num_blocks_override", "pipeline_depth", b"pipeline_depth", "rank", b"rank", "rendezvous", b"rendezvous", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device_uuid", b"device_uuid", "group", b"group", "heartbeat_s", b"heartbeat_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks_override", b"num_blocks_override", "pipeline_depth", b"pipeline_depth", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___JoinAck: _TypeAlias = JoinAck  # noqa: Y015
+
+@_typing.final
+class RankLoaded(_message.Message):
+    """A rank has read its part of the weights."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RENDEZVOUS_PORT_FIELD_NUMBER: _builtins.int
+    rendezvous_port: _builtins.int
+    """Port at which rank 0 waits for the others, at its `WorkerHello.host`. 0 on other ranks."""
+    def __init__(
+        self,
+        *,
+        rendezvous_port: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rendezvous_port", b"rendezvous_port"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RankLoaded: _TypeAlias = RankLoaded  # noqa: Y015
+
+@_typing.final
+class Rendezvous(_message.Message):
+    """Where the ranks of a group meet."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """host:port of rank 0."""
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Rendezvous: _TypeAlias = Rendezvous  # noqa: Y015
 
 @_typing.final
 class WorkerReady(_message.Message):

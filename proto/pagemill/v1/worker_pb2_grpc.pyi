@@ -7,6 +7,11 @@ A worker dials in and opens one `Join` stream. It says `hello`; the scheduler as
 place (`ack`); the worker loads its model, sizes its memory and says `ready`; then step
 plans come down and step results go up, in order, until either side closes the stream.
 Heartbeats go up from the first message on.
+
+A group of several ranks has as many streams. Between loading and sizing the ranks meet: each
+says `loaded`, rank 0 with the port it listens at; when all have, each is told where (`rendezvous`).
+Plans go to rank 0 alone, which passes them on, and alone answers. With any rank the group is
+lost: the streams of the others end with ABORTED, and they join again.
 """
 
 from collections import abc as _abc

@@ -68,6 +68,19 @@ class FileFields:
             return integers
         raise self._wrong(key, "a whole number or a list of them")
 
+    def numbers(self, key: str) -> list[float] | None:
+        """Return a list of numbers."""
+        value = self.get(key)
+        if value is None:
+            return None
+        if isinstance(value, list):
+            numbers = [
+                float(part) for part in value if isinstance(part, float) or _is_integer(part)
+            ]
+            if len(numbers) == len(value):
+                return numbers
+        raise self._wrong(key, "a list of numbers")
+
     def texts(self, key: str) -> list[str] | None:
         """Return a list of texts."""
         value = self.get(key)

@@ -56,6 +56,9 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
     """Each of these ends an output. Empty: only bounds and stop strings do."""
 
+    num_heads: int | None = None
+    """Query heads of a layer. None: the model's files do not say."""
+
     bos_token_id: int | None = None
     """Begins a sequence. None: the model's files name no such token."""
 
@@ -101,6 +104,7 @@ def _from_gguf(header: GgufHeader) -> ModelFacts:
         eos_token_ids=frozenset(
             id_ for key in _GGUF_EOS_IDS if (id_ := fields.integer(key)) is not None
         ),
+        num_heads=fields.integer(f"{architecture}.attention.head_count"),
         bos_token_id=fields.integer("tokenizer.ggml.bos_token_id"),
         sampling=SamplingDefaults(
             temperature=fields.number("general.sampling.temp"),
@@ -153,6 +157,7 @@ def _from_directory(directory: Path) -> ModelFacts:
         max_position_embeddings=config.required(config.integer, "max_position_embeddings"),
         vocab_size=config.required(config.integer, "vocab_size"),
         eos_token_ids=frozenset(eos or _ids_of_text(tokenizer, special_tokens.get("eos_token"))),
+        num_heads=config.integer("num_attention_heads"),
         bos_token_id=bos[0] if bos else None,
         sampling=SamplingDefaults(
             temperature=generation.number("temperature"),

@@ -8,8 +8,10 @@ from pagemill.cli.exit_status import CliError, ExitStatus
 from pagemill.cli.model_source import Model, cache_folder, resolve
 
 
-def test_demo_stands_for_the_demo_model(tmp_path: Path) -> None:
-    assert resolve("demo", fetch_demo=lambda: tmp_path) == Model(tmp_path, "demo")
+def test_the_demos_stand_for_models_of_the_package_index(tmp_path: Path) -> None:
+    for name in ("demo", "demo-gemma"):
+        found = resolve(name, fetch_wheel=lambda name: tmp_path / name)
+        assert found == Model(tmp_path / name, name)
 
 
 def test_a_file_is_served_under_its_own_name(tmp_path: Path) -> None:

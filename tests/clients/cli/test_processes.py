@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -52,7 +53,7 @@ def pids(tmp_path: Path) -> Iterator[Callable[[], list[int]]]:
 def programs(tmp_path: Path) -> Callable[..., Programs]:
     """Return a maker of programs; its arguments are the stubs' settings."""
 
-    def make(scheduler: str = "", worker: str = "", **patience: float) -> Programs:
+    def make(scheduler: str = "", worker: str = "", **patience: Any) -> Programs:
         stub = (sys.executable, str(STUBS))
         pids = f"pids={tmp_path / 'pids'}"
         defaults = {"ready_timeout_s": 30.0, "drain_timeout_s": 5.0, "stop_timeout_s": 0.1}
@@ -183,6 +184,20 @@ async def test_a_worker_that_dies_is_started_again(
     os.kill(pids()[1], signal.SIGKILL)
     await until(lambda: len(pids()) == 3)
     await until(lambda: alive(pids()[2]))
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await asyncio.wait_for(server, 30) == 0
+    assert none_alive(pids())
+
+
+async def test_each_of_several_workers_is_started_again_and_all_are_stopped(
+    tmp_path: Path, programs: Callable[..., Programs], pids: Callable[[], list[int]]
+) -> None:
+    server, ready = start(programs(num_workers=3), tmp_path)
+    await until(lambda: bool(ready))
+    await until(lambda: len(pids()) == 4)
+    for victim in pids()[1:3]:
+        os.kill(victim, signal.SIGKILL)
+    await until(lambda: len(pids()) == 6)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await asyncio.wait_for(server, 30) == 0
     assert none_alive(pids())

@@ -1,6 +1,7 @@
 """Every setting reaches the programs that have it, and keeps its place among its sources."""
 
 import json
+import os
 from pathlib import Path
 from typing import get_type_hints
 
@@ -11,8 +12,10 @@ from pagemill.cli.model_source import Model
 from pagemill.cli.program_settings import (
     SCHEDULER_SETTINGS,
     WORKER_SETTINGS,
+    num_ranks,
     read_config,
     server_programs,
+    threads_of_a_rank,
 )
 from pagemill.cli.serve import serve
 from scheduler_svc.config import SchedulerSettings
@@ -23,7 +26,7 @@ from worker_svc.config import read_settings as read_worker_settings
 MODEL = Model(Path("/models/tiny.gguf"), "tiny")
 
 # Settings of the programs that `serve` decides itself, or that have no use there.
-DECIDED = {"model_path", "config", "join", "join_timeout", "bench_forward"}
+DECIDED = {"model_path", "config", "join", "join_timeout", "rank_host", "bench_forward"}
 
 
 def test_the_routes_know_every_setting_of_both_programs() -> None:
@@ -103,3 +106,30 @@ def test_a_config_file_that_is_none_is_refused(tmp_path: Path, content: str) -> 
 def test_what_is_written_for_a_program_is_json(tmp_path: Path) -> None:
     server_programs(MODEL, {}, {"log_level": "info"}, tmp_path)
     assert json.loads((tmp_path / "worker.json").read_text()) == {"log_level": "info"}
+
+
+@pytest.mark.parametrize(
+    ("flags", "file", "ranks"),
+    [
+        ({}, {}, 1),
+        ({"tensor_parallel_size": 3}, {"tensor_parallel_size": 2}, 3),
+        ({"tensor_parallel_size": None}, {"tensor_parallel_size": 2}, 2),
+        ({"tensor_parallel_size": 0}, {}, 1),  # which the scheduler refuses
+        ({}, {"tensor_parallel_size": "many"}, 1),
+    ],
+)
+def test_as_many_workers_as_ranks_are_started(
+    flags: dict[str, object], file: dict[str, object], ranks: int, tmp_path: Path
+) -> None:
+    assert num_ranks(flags, file) == ranks
+    assert server_programs(MODEL, flags, file, tmp_path).num_workers == ranks
+
+
+def test_ranks_on_one_machine_divide_its_cores_but_one(tmp_path: Path) -> None:
+    assert [threads_of_a_rank(2, cores) for cores in (1, 2, 8, 9)] == [1, 1, 3, 4]
+    flags = {"tensor_parallel_size": 2}
+    for file, threads in (({}, None), ({"threads": 7}, 7)):
+        programs = server_programs(MODEL, flags, file, tmp_path)
+        found = read_worker_settings(programs.worker[3:]).threads
+        assert found is not None
+        assert found == (threads or threads_of_a_rank(2, os.cpu_count() or 1))

@@ -1,5 +1,7 @@
 """A reader gets all its tokens in order, in one batch what piled up, and one clear end."""
 
+import asyncio
+
 import pytest
 
 from engine_bench import Bench, running
@@ -16,6 +18,22 @@ async def test_a_reader_gets_in_one_batch_what_piled_up() -> None:
         batches = [batch async for batch in stream]
     assert [len(gain.token_ids) for batch in batches for gain in batch.gains] == [9]
     assert batches[0].account is not None
+
+
+async def test_a_rest_ends_with_the_sequence_or_with_its_time() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        async with bench.door.open(submission("r", [1], 100)) as stream:
+            async with asyncio.timeout(5):
+                await stream.rest(0.01)
+            resting = asyncio.create_task(stream.rest(60))
+            await asyncio.sleep(0)
+            bench.door.abort("", ["r"])
+            async with asyncio.timeout(5):
+                await resting
+                await stream.rest(60)
+            _, finish, _ = await read(stream)
+    assert finish.reason is FinishReason.ABORT
 
 
 async def test_a_slow_reader_loses_its_request_and_no_other(

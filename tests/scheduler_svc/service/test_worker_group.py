@@ -25,7 +25,7 @@ async def test_the_ack_gives_place_device_and_bounds() -> None:
         await connection.ready(NUM_BLOCKS)
         await until(listener.ready)
         state = listener.group.state()
-    assert (ack.group, ack.rank, ack.world_size, ack.rendezvous) == (0, 0, 1, "")
+    assert (ack.group, ack.rank, ack.world_size) == (0, 0, 1)
     assert (ack.device_uuid, ack.block_size, ack.max_num_seqs) == ("ff", BLOCK_SIZE, 4)
     assert (ack.max_num_batched_tokens, ack.max_model_len, ack.pipeline_depth) == (16, 128, 2)
     assert (ack.heartbeat_s, ack.num_blocks_override) == (2.5, 0)

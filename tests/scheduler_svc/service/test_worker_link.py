@@ -49,6 +49,9 @@ class Owner:
     def __init__(self) -> None:
         self.gone: list[str] = []
 
+    def rank_loaded(self, link: WorkerLink, rendezvous_port: int) -> None:
+        raise AssertionError(f"a group of one rank has no rendezvous, {rendezvous_port}")
+
     def worker_ready(self, link: WorkerLink, ready: worker_pb2.WorkerReady) -> None:
         pass
 
@@ -87,6 +90,20 @@ async def test_a_scheduler_that_slept_itself_gives_its_worker_another_heartbeat(
     assert link.state().phase == "running"
     await until(lambda: bool(owner.gone))
     assert "no heartbeat for" in owner.gone[0]
+
+
+async def test_a_stop_as_long_as_the_limit_costs_no_worker_that_spoke_before_it() -> None:
+    owner = Owner()
+    link = WorkerLink(hello(), worker_pb2.JoinAck(heartbeat_s=0.2), owner)
+    # The worker, stopped as well, spoke a while ago.
+    for pause_s in (0.16, 0.5, 0.62):
+        link.receive(HEARTBEAT)
+        await asyncio.sleep(0.15)
+        time.sleep(pause_s)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert owner.gone == []
+    link.close("the test is over")
 
 
 def tampered(plan: worker_pb2.StepPlan, **changes: object) -> worker_pb2.JoinRequest:

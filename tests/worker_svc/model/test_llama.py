@@ -1,6 +1,5 @@
 """The model computes what `transformers` computes, for every variant of the Llama shape."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +16,14 @@ from transformers import (
 )
 
 import transformers_oracle as oracle
+from paged_logits import CPU, all_logits
 from tiny_llama import VOCAB, write_tiny_llama
-from worker_svc.model.llama import Llama
+from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Operations
 from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import load_model
-from worker_svc.runtime.kv_cache import KVCache
 
-BLOCK_SIZE = 16
-CPU = torch.device("cpu")
 PROMPT = [(7 * i * i + 3) % VOCAB for i in range(100)]
 
 SHAPE: dict[str, Any] = {
@@ -49,35 +46,13 @@ LLAMA3 = {
 }
 
 
-def all_logits(model: Llama, tokens: Sequence[int], chunk: int | None = None) -> torch.Tensor:
-    """Return the logits behind each token of one sequence, run in chunks of so many tokens."""
-    count = len(tokens)
-    chunk = chunk or count
-    num_blocks = -(-count // BLOCK_SIZE)
-    cache = KVCache(model.config, num_blocks, BLOCK_SIZE, model.dtype, CPU)
-    out = []
-    for start in range(0, count, chunk):
-        end = min(start + chunk, count)
-        hidden = model.forward(
-            token_ids=torch.tensor(tokens[start:end]),
-            positions=torch.arange(start, end),
-            kv_caches=cache.layers,
-            slot_mapping=torch.arange(start, end) + BLOCK_SIZE,
-            block_tables=torch.arange(1, num_blocks + 1, dtype=torch.int32)[None],
-            seq_lens=torch.tensor([end], dtype=torch.int32),
-            query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
-        )
-        out.append(model.logits(hidden))
-    return torch.cat(out)
-
-
 @pytest.fixture(params=[TorchOperations, NativeOperations])
 def operations(request: pytest.FixtureRequest) -> Operations:
     made: Operations = request.param()
     return made
 
 
-def load(path: Path, operations: Operations, dtype: torch.dtype = torch.float32) -> Llama:
+def load(path: Path, operations: Operations, dtype: torch.dtype = torch.float32) -> CausalModel:
     return load_model(path, dtype, CPU, operations).model
 
 

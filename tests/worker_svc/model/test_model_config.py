@@ -7,12 +7,13 @@ import pytest
 
 from tiny_llama import write_tiny_llama
 from worker_svc.errors import ConfigError, ModelError
+from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.gguf_file import read_gguf
 from worker_svc.model.model_config import (
     KNOWN_HF_ARCHITECTURES,
+    ExpertsConfig,
     RopeScaling,
     config_from_hf,
-    read_model_config,
 )
 
 LLAMA: dict[str, object] = {
@@ -99,6 +100,7 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ({"hidden_size": "big"}, "hidden_size is 'big', must be a positive integer"),
         ({"vocab_size": True}, "vocab_size is True"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, must be at most 1024"),
         ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan, must be a positive number"),
         ({"num_key_value_heads": 3}, "num_key_value_heads is 3, must divide"),
         ({"head_dim": 15}, "head_dim is 15, must be even"),
@@ -115,6 +117,89 @@ def test_what_would_change_the_numbers_is_refused(change: dict[str, object], mes
 def test_a_window_that_is_off_is_no_window() -> None:
     config = config_from_hf(LLAMA | {"sliding_window": 4096, "use_sliding_window": False})
     assert config.sliding_window is None
+    # Qwen's is off unless it is said to be on.
+    qwen = LLAMA | {"architectures": ["Qwen3ForCausalLM"], "sliding_window": 4096}
+    assert config_from_hf(qwen).sliding_window is None
+
+
+def test_windows_may_be_in_some_layers_only() -> None:
+    qwen = LLAMA | {"architectures": ["Qwen2ForCausalLM"], "num_hidden_layers": 4}
+    qwen |= {"sliding_window": 7, "use_sliding_window": True, "max_window_layers": 3}
+    config = config_from_hf(qwen)
+    assert config.sliding_window == 7
+    assert config.full_layers == {0, 1, 2}
+    assert [group.layers for group in config.kv_groups] == [(0,), (1,), (2,), (3,)]
+    kinds = ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]
+    assert config_from_hf(qwen | {"layer_types": kinds}).full_layers == {1, 3}
+    assert config_from_hf(qwen | {"layer_types": ["full_attention"] * 4}).sliding_window is None
+    with pytest.raises(ModelError, match=r"layer_types is 'chunked_attention'.*known: full_att"):
+        config_from_hf(qwen | {"layer_types": ["chunked_attention"] * 4})
+    with pytest.raises(ModelError, match="layer_types has 1 entries, must have 4"):
+        config_from_hf(qwen | {"layer_types": ["full_attention"]})
+
+
+GEMMA: dict[str, object] = LLAMA | {
+    "architectures": ["Gemma3ForCausalLM"],
+    "num_hidden_layers": 12,
+    "sliding_window": 512,
+    "query_pre_attn_scalar": 64,
+}
+
+
+def test_gemma3_is_read_from_old_and_new_fields() -> None:
+    old = config_from_hf(
+        GEMMA
+        | {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "sliding_window_pattern": 3}
+        | {"rope_scaling": {"rope_type": "linear", "factor": 8.0}}
+    )
+    new = config_from_hf(
+        GEMMA
+        | {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 4}
+        | {
+            "rope_parameters": {
+                "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 2e4},
+            }
+        }
+    )
+    assert old == new
+    assert new.full_layers == {2, 5, 8, 11}
+    assert (new.rope_theta, new.local_rope_theta, new.attention_scale) == (5e5, 2e4, 0.125)
+    assert (new.head_dim, new.norm_offset, new.tie_word_embeddings) == (256, 1.0, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_activation": "silu"}, "hidden_activation is 'silu'.*known: gelu_pytorch_tanh"),
+        ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping is 50.0, must be null"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0, must be null"),
+        ({"use_bidirectional_attention": True}, "use_bidirectional_attention is true"),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}},
+            "rope_type of sliding_attention is 'linear'",
+        ),
+    ],
+)
+def test_what_would_change_the_numbers_of_gemma3_is_refused(
+    change: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        config_from_hf(GEMMA | change)
+
+
+def test_experts_are_read() -> None:
+    mixtral = LLAMA | {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+    assert config_from_hf(mixtral).experts == ExpertsConfig(4, 2, 128, sums_to_one=True)
+    moe = LLAMA | {"architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 4}
+    moe |= {"num_experts": 16, "moe_intermediate_size": 32, "decoder_sparse_step": 2}
+    dense = frozenset({0, 1, 2})
+    expected = ExpertsConfig(16, 8, 32, sums_to_one=False, dense_layers=dense)
+    assert config_from_hf(moe | {"mlp_only_layers": [1]}).experts == expected
+    with pytest.raises(ModelError, match="num_experts_per_tok is 8, must be at most 4"):
+        config_from_hf(moe | {"num_experts": 4})
+    with pytest.raises(ModelError, match=r"mlp_only_layers is .* must be a list of integers"):
+        config_from_hf(moe | {"mlp_only_layers": [-1]})
 
 
 def test_a_mistral_has_the_window_it_gives() -> None:

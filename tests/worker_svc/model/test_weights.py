@@ -10,8 +10,10 @@ from safetensors.torch import save_file
 
 from tiny_llama import HEADS, KV_HEADS, tiny_weights, write_tiny_llama
 from worker_svc.errors import ModelError
+from worker_svc.model.llama import Llama
 from worker_svc.model.operations import Linear
-from worker_svc.model.torch_operations import TorchLinear
+from worker_svc.model.safetensors_weights import SafetensorsWeights
+from worker_svc.model.torch_operations import TorchGatedLinear, TorchLinear
 from worker_svc.model.weights import load_model
 
 CPU = torch.device("cpu")
@@ -19,8 +21,16 @@ Tensors = dict[str, torch.Tensor]
 
 
 def matrix(linear: Linear) -> torch.Tensor:
+    if isinstance(linear, TorchGatedLinear):
+        linear = linear.linear
     assert isinstance(linear, TorchLinear)
     return linear.weight
+
+
+def load_llama(path: Path) -> Llama:
+    model = load_model(path, torch.float32, CPU).model
+    assert isinstance(model, Llama)
+    return model
 
 
 def write_shards(directory: Path, tensors: Tensors) -> None:
@@ -34,9 +44,9 @@ def write_shards(directory: Path, tensors: Tensors) -> None:
 
 
 def test_projections_are_fused_in_order(tmp_path: Path) -> None:
-    weights = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model._weights
+    weights = load_llama(write_tiny_llama(tmp_path))
     expected = tiny_weights(0)
-    layer, name = weights.layers[1], "model.layers.1"
+    layer, name = weights._layers[1], "model.layers.1"
     rows = [HEADS * 16, KV_HEADS * 16, KV_HEADS * 16]
     for part, piece in zip("qkv", torch.split(matrix(layer.qkv), rows), strict=True):
         assert torch.equal(piece, expected[f"{name}.self_attn.{part}_proj.weight"])
@@ -55,12 +65,12 @@ def test_weights_are_counted_and_cast(tmp_path: Path) -> None:
 
 
 def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
-    one = load_model(write_tiny_llama(tmp_path), torch.float32, CPU).model._weights
+    one = load_llama(write_tiny_llama(tmp_path))
     (tmp_path / "model.safetensors").unlink()
     write_shards(tmp_path, tiny_weights(0))
-    many = load_model(tmp_path, torch.float32, CPU).model._weights
-    assert torch.equal(matrix(one.lm_head), matrix(many.lm_head))
-    for left, right in zip(one.layers, many.layers, strict=True):
+    many = load_llama(tmp_path)
+    assert torch.equal(matrix(one._lm_head), matrix(many._lm_head))
+    for left, right in zip(one._layers, many._layers, strict=True):
         assert torch.equal(matrix(left.qkv), matrix(right.qkv))
         assert torch.equal(matrix(left.down), matrix(right.down))
 
@@ -122,3 +132,17 @@ def test_files_that_are_damaged_or_not_there_are_named(tmp_path: Path) -> None:
         index.write_text(text)
         with pytest.raises(ModelError, match=message):
             load_model(tmp_path, torch.float32, CPU)
+
+
+def test_a_part_is_read_from_its_file_alone(tmp_path: Path) -> None:
+    write_shards(tmp_path, tensors := tiny_weights(0))
+    (tmp_path / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": {"any": "a.safetensors", "other": "b.safetensors"}})
+    )
+    name = "model.layers.1.mlp.down_proj.weight"
+    with SafetensorsWeights(tmp_path) as weights:
+        assert weights.shape(name) == list(tensors[name].shape)
+        assert torch.equal(weights.read(name, torch.float32, range(3, 9)), tensors[name][3:9])
+        assert torch.equal(
+            weights.read(name, torch.float32, range(64), range(5, 20)), tensors[name][:, 5:20]
+        )

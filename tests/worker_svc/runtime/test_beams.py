@@ -3,6 +3,7 @@
 # mypy: allow-untyped-calls
 
 import itertools
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,9 +12,9 @@ import torch
 from transformers import GenerationConfig, LlamaForCausalLM
 
 import transformers_oracle as oracle
-from plan_driver import int32, make_plan
+from plan_driver import AnyRunner, int32, make_plan
 from tiny_llama import VOCAB, write_tiny_llama
-from worker_svc.model.weights import load_model
+from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
 from worker_svc.runtime.step_plan import AdmittedRow, ForkedRow, SamplingParams
@@ -40,7 +41,7 @@ def expand(beams: dict[int, Beam], ids: list[int], logprobs: list[float], width:
     return sorted(continued, key=lambda beam: -beam.score)[:width]
 
 
-def search(runner: ModelRunner, prompt: list[int], width: int, count: int) -> list[Beam]:
+def search(runner: AnyRunner, prompt: list[int], width: int, count: int) -> list[Beam]:
     """Run a beam search of so many tokens. Every fork copies the block it will write to."""
     fresh = itertools.count(1)
     blocks = [next(fresh) for _ in range(-(-len(prompt) // BLOCK_SIZE))]
@@ -98,7 +99,7 @@ def beams_of_transformers(
 
 @pytest.mark.parametrize("width", [2, 4])
 def test_beams_of_forks_and_candidates_are_those_of_transformers(
-    tmp_path: Path, width: int
+    tmp_path: Path, width: int, kind: Callable[[LoadedModel, ModelRunner], AnyRunner]
 ) -> None:
     directory = write_tiny_llama(tmp_path / "tiny")
     loaded = load_model(directory, torch.float32, torch.device("cpu"))
@@ -106,7 +107,7 @@ def test_beams_of_forks_and_candidates_are_those_of_transformers(
     limits = RunnerLimits(block_size=BLOCK_SIZE, max_num_seqs=4, num_gpu_blocks_override=99)
     for prompt in ([3, 1, 4, 1, 5, 9, 2], [VOCAB - 1], [27, 18, 28, 18]):
         runner, _ = make_runner(loaded, limits)
-        found = search(runner, prompt, width, count=12)
+        found = search(kind(loaded, runner), prompt, width, count=12)
         sequences, scores = beams_of_transformers(theirs, prompt, width, count=12)
         assert [beam.tokens for beam in found] == sequences
         assert [beam.score / 12 for beam in found] == pytest.approx(scores, abs=1e-4)

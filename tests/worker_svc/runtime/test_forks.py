@@ -2,7 +2,9 @@
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeAlias
 
 import numpy as np
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fork_script import Alone, ForkScript
-from plan_driver import PlanDriver, Sequence, int32, make_plan
+from plan_driver import AnyRunner, PlanDriver, Sequence, int32, make_plan
 from tiny_llama import VOCAB, write_tiny_llama
 from worker_svc.errors import InvariantError
 from worker_svc.model.weights import LoadedModel, load_model
@@ -23,6 +25,8 @@ from worker_svc.runtime.step_plan import AdmittedRow, ForkedRow, SamplingParams
 
 CPU = torch.device("cpu")
 
+Kind: TypeAlias = Callable[[LoadedModel, ModelRunner], AnyRunner]
+
 
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
@@ -30,11 +34,11 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
 
 
 @pytest.fixture(scope="module")
-def alone(loaded: LoadedModel) -> Alone:
-    return Alone(new_runner(loaded))
+def alone(loaded: LoadedModel, kind: Kind) -> Alone:
+    return Alone(new_runner(loaded, kind))
 
 
-def new_runner(loaded: LoadedModel, max_num_seqs: int = 6) -> ModelRunner:
+def new_runner(loaded: LoadedModel, kind: Kind, max_num_seqs: int = 6) -> AnyRunner:
     limits = RunnerLimits(
         block_size=4, max_num_seqs=max_num_seqs, max_model_len=32, num_gpu_blocks_override=120
     )
@@ -43,23 +47,25 @@ def new_runner(loaded: LoadedModel, max_num_seqs: int = 6) -> ModelRunner:
     for layer in runner.kv_cache.layers:
         for cache in layer:
             cache.fill_(float("nan"))
-    return runner
+    return kind(loaded, runner)
 
 
 @settings(max_examples=25)
 @given(seed=st.integers(0, 2**32))
 def test_rows_that_fork_at_random_answer_as_each_would_alone(
-    loaded: LoadedModel, alone: Alone, seed: int
+    loaded: LoadedModel, kind: Kind, alone: Alone, seed: int
 ) -> None:
-    script = ForkScript(new_runner(loaded), alone, VOCAB, random.Random(seed))
+    script = ForkScript(new_runner(loaded, kind), alone, VOCAB, random.Random(seed))
     for _ in range(20):
         script.step()
 
 
-def test_the_random_script_makes_every_kind_of_fork(loaded: LoadedModel, alone: Alone) -> None:
+def test_the_random_script_makes_every_kind_of_fork(
+    loaded: LoadedModel, kind: Kind, alone: Alone
+) -> None:
     seen: Counter[str] = Counter()
     for seed in range(5):
-        script = ForkScript(new_runner(loaded), alone, VOCAB, random.Random(seed))
+        script = ForkScript(new_runner(loaded, kind), alone, VOCAB, random.Random(seed))
         for _ in range(20):
             script.step()
         seen += script.seen
@@ -240,24 +246,29 @@ def test_a_row_samples_no_more_tokens_than_there_are_rows(count: int) -> None:
 
 def test_several_first_tokens_are_drawn_once_and_the_row_keeps_its_own(
     loaded: LoadedModel,
+    kind: Kind,
 ) -> None:
     params = SamplingParams(temperature=1.5, seed=3)
-    runner = new_runner(loaded)
+    runner = new_runner(loaded, kind)
     several = admission(1, [5, 6, 7], [1], params, num_samples=4)
     chunk = make_plan(0, admitted=[several, admission(4, [8], [2])], exceptions=[(1, 0, 2)])
     assert runner.run(chunk).num_tokens.tolist() == []
     result = runner.run(make_plan(1))
     assert (result.rows.tolist(), result.num_tokens.tolist()) == ([1, 4], [4, 1])
-    assert runner.rows.tokens[1, 3] == result.tokens[0]
     for index in range(4):
-        single = PlanDriver(new_runner(loaded)).generate(Sequence([5, 6, 7], params, index), 1)
-        assert single == [result.tokens[index]]
-    later = runner.run(make_plan(2))
+        single = PlanDriver(new_runner(loaded, kind))
+        expected = single.generate(Sequence([5, 6, 7], params, index), 1)
+        assert expected == [result.tokens[index]]
+    # What the row itself has kept shows in what it samples next.
+    later = runner.run(make_plan(2, appended=[(1, 3)]))
+    single = PlanDriver(new_runner(loaded, kind))
+    assert single.generate(Sequence([5, 6, 7], params), 2) == [result.tokens[0], later.tokens[0]]
     assert (later.rows.tolist(), later.num_tokens.tolist(), len(later.tokens)) == ([1, 4], [], 2)
 
 
 def test_a_row_with_candidates_takes_the_first_whatever_its_temperature(
     loaded: LoadedModel,
+    kind: Kind,
 ) -> None:
     params = SamplingParams(temperature=50.0, seed=3)
     rows = [
@@ -265,7 +276,7 @@ def test_a_row_with_candidates_takes_the_first_whatever_its_temperature(
         admission(1, [5, 6, 7], [2], params),
         admission(2, [5, 6, 7], [3], params, num_candidates=VOCAB + 1),
     ]
-    result = new_runner(loaded).run(make_plan(0, admitted=rows))
+    result = new_runner(loaded, kind).run(make_plan(0, admitted=rows))
     assert result.candidates is not None
     assert result.candidates.counts.tolist() == [3, 0, VOCAB]
     ids, logprobs = result.candidates.ids, result.candidates.logprobs
@@ -277,8 +288,10 @@ def test_a_row_with_candidates_takes_the_first_whatever_its_temperature(
     assert float(np.exp(logprobs[3:]).sum()) == pytest.approx(1, abs=1e-5)
 
 
-def test_a_row_that_fails_has_neither_tokens_nor_candidates(loaded: LoadedModel) -> None:
-    runner = new_runner(loaded)
+def test_a_row_that_fails_has_neither_tokens_nor_candidates(
+    loaded: LoadedModel, kind: Kind
+) -> None:
+    runner = new_runner(loaded, kind)
     # Row 0 claims that a token is computed which is not, and so reads NaN.
     broken = admission(0, [5, 6], [1], num_candidates=4, num_samples=2)
     params = SamplingParams(temperature=1.5, seed=3)
@@ -291,7 +304,7 @@ def test_a_row_that_fails_has_neither_tokens_nor_candidates(loaded: LoadedModel)
     result = runner.run(plan)
     assert result.row_errors == ((0, "the model's logits are not finite"),)
     assert (result.rows.tolist(), result.num_tokens.tolist()) == ([1, 2], [3, 1])
-    alone = new_runner(loaded).run(make_plan(0, admitted=[several]))
+    alone = new_runner(loaded, kind).run(make_plan(0, admitted=[several]))
     assert result.tokens[:3].tolist() == alone.tokens.tolist()
     assert result.candidates is not None
     assert (result.candidates.counts.tolist(), len(result.candidates.ids)) == ([0, 3], 3)

@@ -10,7 +10,8 @@ import torch
 from plan_driver import int32
 from tiny_llama import write_tiny_llama
 from worker_svc.errors import InvariantError
-from worker_svc.model.model_config import ModelConfig, read_model_config
+from worker_svc.model.checkpoint import read_model_config
+from worker_svc.model.model_config import ModelConfig
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
 from worker_svc.runtime.step_plan import BlockCopies
 
@@ -42,7 +43,7 @@ TOUCH = """
 import sys
 from pathlib import Path
 import psutil, torch
-from worker_svc.model.model_config import read_model_config
+from worker_svc.model.checkpoint import read_model_config
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
 
 config = read_model_config(Path(sys.argv[1]))

@@ -1,5 +1,6 @@
 """Memory is divided as the reference engine divides it, and what cannot fit is said in numbers."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -16,6 +17,7 @@ from worker_svc.runtime.memory_budget import (
     MAX_CPU_BYTES,
     MemoryReport,
     available_memory_bytes,
+    blocks_for,
     cpu_cache_bytes,
     num_blocks_that_fit,
     startup_lines,
@@ -50,7 +52,12 @@ def report(num_blocks: int, max_model_len: int, block_size: int = 16) -> MemoryR
         block_size=block_size,
         block_bytes=BLOCK_BYTES,
         max_model_len=max_model_len,
+        blocks_per_request=blocks_for(max_model_len, block_size),
     )
+
+
+def in_blocks_of(block_size: int) -> Callable[[int], int]:
+    return lambda num_tokens: blocks_for(num_tokens, block_size)
 
 
 def test_1536_blocks_hold_one_and_a_half_requests_of_1024() -> None:
@@ -61,9 +68,9 @@ def test_1536_blocks_hold_one_and_a_half_requests_of_1024() -> None:
 def test_8_gib_hold_16384_tokens_of_a_model_of_7_billion() -> None:
     assert BLOCK_BYTES == 8 << 20
     for length in (16383, 16384):
-        assert num_blocks_that_fit(8 * GIB, BLOCK_BYTES, 16, length) == 1024
+        assert num_blocks_that_fit(8 * GIB, BLOCK_BYTES, length, in_blocks_of(16)) == 1024
     with pytest.raises(ConfigError) as refusal:
-        num_blocks_that_fit(8 * GIB, BLOCK_BYTES, 16, 16385)
+        num_blocks_that_fit(8 * GIB, BLOCK_BYTES, 16385, in_blocks_of(16))
     message = str(refusal.value)
     assert message.startswith("max_model_len is 16385: one request needs 8.01 GiB")
     assert "8.00 GiB is available" in message
@@ -81,7 +88,9 @@ def test_the_length_named_is_the_greatest_that_fits(
     cache_bytes: int, bytes_of_block: int, block_size: int, length: int
 ) -> None:
     try:
-        num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, block_size, length)
+        num_blocks = num_blocks_that_fit(
+            cache_bytes, bytes_of_block, length, in_blocks_of(block_size)
+        )
     except ConfigError as refusal:
         feasible = int(str(refusal).split("must be at most ")[1].split()[0])
         assert feasible < length

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 import transformers_oracle as oracle
-from plan_driver import PlanDriver, Sequence, int32, make_plan
+from plan_driver import AnyRunner, PlanDriver, Sequence, int32, make_plan
 from tiny_llama import VOCAB, write_tiny_llama
 from worker_svc.errors import InvariantError
 from worker_svc.model.native_operations import NativeOperations
@@ -49,8 +49,10 @@ def theirs(directory: Path) -> LlamaForCausalLM:
 
 
 @pytest.fixture(scope="module")
-def new_runner(loaded: LoadedModel) -> Callable[[], ModelRunner]:
-    def make() -> ModelRunner:
+def new_runner(
+    loaded: LoadedModel, kind: Callable[[LoadedModel, ModelRunner], AnyRunner]
+) -> Callable[[], AnyRunner]:
+    def make() -> AnyRunner:
         limits = RunnerLimits(
             block_size=4, max_num_seqs=8, max_model_len=64, num_gpu_blocks_override=NUM_BLOCKS
         )
@@ -59,7 +61,7 @@ def new_runner(loaded: LoadedModel) -> Callable[[], ModelRunner]:
         for layer in runner.kv_cache.layers:
             for cache in layer:
                 cache.fill_(float("nan"))
-        return runner
+        return kind(loaded, runner)
 
     return make
 
@@ -96,7 +98,7 @@ prompts = st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=20)
     seed=st.integers(0, 1000),
 )
 def test_any_schedule_gives_the_tokens_of_transformers(
-    new_runner: Callable[[], ModelRunner],
+    new_runner: Callable[[], AnyRunner],
     theirs: LlamaForCausalLM,
     load: list[list[int]],
     budget: int,
@@ -127,7 +129,7 @@ def test_the_demo_model_gives_the_tokens_of_transformers(
 
 @pytest.mark.parametrize("seed", range(4))
 def test_a_seeded_sequence_is_the_same_alone_and_in_company(
-    new_runner: Callable[[], ModelRunner], seed: int
+    new_runner: Callable[[], AnyRunner], seed: int
 ) -> None:
     rng = random.Random(seed)
     params = SamplingParams(temperature=0.8, top_p=0.95, seed=42)
@@ -146,7 +148,7 @@ def test_a_seeded_sequence_is_the_same_alone_and_in_company(
 
 
 def test_blocks_filled_by_one_row_serve_another_in_the_same_step(
-    new_runner: Callable[[], ModelRunner], theirs: LlamaForCausalLM
+    new_runner: Callable[[], AnyRunner], theirs: LlamaForCausalLM
 ) -> None:
     """In a layer all rows store before any attends."""
     prompt = list(range(10, 19))
@@ -162,7 +164,7 @@ def test_blocks_filled_by_one_row_serve_another_in_the_same_step(
 
 
 def test_a_copied_block_continues_as_the_original(
-    new_runner: Callable[[], ModelRunner], theirs: LlamaForCausalLM
+    new_runner: Callable[[], AnyRunner], theirs: LlamaForCausalLM
 ) -> None:
     prompt = list(range(30, 36))
     runner = new_runner()
@@ -173,7 +175,7 @@ def test_a_copied_block_continues_as_the_original(
 
 
 def test_a_prompt_cut_in_chunks_samples_only_behind_its_last(
-    new_runner: Callable[[], ModelRunner],
+    new_runner: Callable[[], AnyRunner],
 ) -> None:
     driver, sequence = PlanDriver(new_runner()), Sequence(list(range(10)))
     assert driver.step({sequence: 4}).rows.tolist() == []
@@ -182,7 +184,7 @@ def test_a_prompt_cut_in_chunks_samples_only_behind_its_last(
 
 
 def test_a_row_with_a_bad_token_fails_alone(
-    new_runner: Callable[[], ModelRunner], theirs: LlamaForCausalLM
+    new_runner: Callable[[], AnyRunner], theirs: LlamaForCausalLM
 ) -> None:
     runner = new_runner()
     rows = [admission(0, [5, VOCAB], 0, 2, [1]), admission(1, [5, 6], 0, 2, [2])]
@@ -197,7 +199,7 @@ def test_a_row_with_a_bad_token_fails_alone(
 
 
 def test_a_row_whose_logits_are_not_finite_fails_alone(
-    new_runner: Callable[[], ModelRunner],
+    new_runner: Callable[[], AnyRunner],
 ) -> None:
     runner = new_runner()
     # Row 0 claims that a token is computed which is not, and so reads NaN.
@@ -208,7 +210,7 @@ def test_a_row_whose_logits_are_not_finite_fails_alone(
     assert runner.run(make_plan(1)).row_errors == result.row_errors
 
 
-def test_only_the_next_step_or_a_reset_is_run(new_runner: Callable[[], ModelRunner]) -> None:
+def test_only_the_next_step_or_a_reset_is_run(new_runner: Callable[[], AnyRunner]) -> None:
     runner = new_runner()
     runner.run(make_plan(0))
     for step_id in (0, 2, -1):
@@ -221,7 +223,7 @@ def test_only_the_next_step_or_a_reset_is_run(new_runner: Callable[[], ModelRunn
         runner.run(make_plan(1, released=[3]))
 
 
-def test_a_step_says_where_its_time_went(new_runner: Callable[[], ModelRunner]) -> None:
+def test_a_step_says_where_its_time_went(new_runner: Callable[[], AnyRunner]) -> None:
     timing = new_runner().run(make_plan(0, admitted=[admission(0, [1], 0, 1, [1])])).timing
     parts = (timing.prepare_ns, timing.forward_ns, timing.sample_ns)
     assert all(part > 0 for part in parts)
@@ -230,7 +232,7 @@ def test_a_step_says_where_its_time_went(new_runner: Callable[[], ModelRunner]) 
     assert (idle.forward_ns, idle.sample_ns) == (0, 0)
 
 
-def test_plans_may_be_read_only(new_runner: Callable[[], ModelRunner]) -> None:
+def test_plans_may_be_read_only(new_runner: Callable[[], AnyRunner]) -> None:
     """As they are when they come from bytes."""
     plan = make_plan(
         0,

@@ -5,11 +5,13 @@ import io
 import pytest
 import torch
 
+from kernels.tuned import Target
 from worker_svc.errors import ConfigError
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.torch_operations import TorchOperations
+from worker_svc.model.triton_operations import TritonOperations
 from worker_svc.service import backends
-from worker_svc.service.backends import choose_operations
+from worker_svc.service.backends import check_block_size, choose_operations
 from worker_svc.service.logs import make_logger
 
 CPU = torch.device("cpu")
@@ -56,7 +58,22 @@ def test_a_head_that_native_code_lacks_falls_back_too() -> None:
     assert "head_dim is 20, must be a multiple of 8" in log
 
 
-def test_a_gpu_runs_torch_as_before() -> None:
+def test_a_gpu_runs_triton_and_falls_back_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "target_of", lambda _device: Target("sm_90", 132))
     made, log = choose("auto", torch.device("cuda"))
+    assert isinstance(made, TritonOperations)
+    assert 'event="attention backend triton"' in log
+    made, log = choose("auto", torch.device("cuda"), head_dim=20)
     assert isinstance(made, TorchOperations)
-    assert "level=info" in log
+    assert "not triton: head_dim is 20" in log
+
+
+def test_a_cpu_that_is_told_to_run_triton_says_why_it_cannot() -> None:
+    with pytest.raises(ConfigError, match="the device is cpu, Triton needs a GPU"):
+        choose("triton")
+
+
+def test_blocks_that_no_gpu_kernel_serves_are_refused() -> None:
+    check_block_size(16)
+    with pytest.raises(ConfigError, match=r"block_size is 4, must be one of \(8, 16"):
+        check_block_size(4)

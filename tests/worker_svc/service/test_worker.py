@@ -8,23 +8,10 @@ import pytest
 
 from fake_model_host import FakeHost, running_worker
 from pagemill.v1 import worker_pb2
-from scripted_scheduler import DEADLINE_S, Connection, ScriptedScheduler
+from scripted_scheduler import DEADLINE_S, Connection, ScriptedScheduler, admitted
 from worker_svc.errors import ConfigError
 from worker_svc.runtime.step_plan import StepPlan
 from worker_svc.service.exit_status import ExitStatus
-
-
-def admitted(row: int, **changes: object) -> worker_pb2.AdmittedRow:
-    tokens = (1).to_bytes(4, "little")
-    return worker_pb2.AdmittedRow(
-        row=row,
-        request_id=f"r{row}",
-        tokens=tokens,
-        num_prompt_tokens=1,
-        num_new_tokens=1,
-        block_tables=[tokens],
-        **changes,  # type: ignore[arg-type]
-    )
 
 
 def tokens_of(connection: Connection) -> list[int]:
@@ -377,7 +364,7 @@ def test_a_row_that_asks_for_what_is_not_served_fails_alone() -> None:
 @pytest.mark.parametrize(
     ("changes", "sentence"),
     [
-        ({"world_size": 2}, "rank 0 of world_size 2 is assigned"),
+        ({"rank": 1}, "rank 1 is assigned, must be below world_size 1"),
         ({"block_size": 0}, "block_size is 0, must be at least 1"),
         ({"pipeline_depth": 0}, "pipeline_depth is 0, must be at least 1"),
         ({"heartbeat_s": 0.0}, "heartbeat_s is 0.0, must be above 0"),

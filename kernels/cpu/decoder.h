@@ -1,0 +1,85 @@
+// The layers of a decoder in one call: what stands in worker_svc/model/llama.py, without its way
+// through Python nine times a layer.
+#pragma once
+
+#include "attention.h"
+#include "layers.h"
+
+// Any linear layer of these kernels, and what calls it. Mirrored in kernels/cpu_decoder.py.
+struct AnyLinear {
+    int (*call)(const void* layer, const void* x, int64_t x_stride, int64_t T, void* out,
+                int64_t out_stride, int64_t num_threads);
+    const void* layer;
+    int64_t O;  // outputs
+
+    int operator()(const void* x, int64_t x_stride, int64_t T, void* out, int64_t threads) const {
+        return call(layer, x, x_stride, T, out, O, threads);
+    }
+};
+
+// Mirrored in kernels/cpu_decoder.py.
+struct DecoderLayer {
+    const void* attention_norm;  // [E]
+    const void* mlp_norm;        // [E]
+    AnyLinear qkv;               // [E] to [(H + 2 * G) * D]
+    AnyLinear output;            // [H * D] to [E]
+    AnyLinear gate_up;           // [E] to [I], gated
+    AnyLinear down;              // [I] to [E]
+};
+
+// Mirrored in kernels/cpu_decoder.py.
+struct Decoder {
+    const DecoderLayer* layers;  // [num_layers]
+    void* const* caches;         // [2 * num_layers]: keys and values, layer by layer
+    const void* last_norm;       // [E]
+    void* hidden;                // [T, E], overwritten
+    void* out;                   // [T, E]
+    void* normed;                // [T, E], as all below for what stands between operations
+    void* added;                 // [T, E]
+    void* qkv;                   // [T, (H + 2 * G) * D]
+    void* mixed;                 // [T, H * D]
+    void* inner;                 // [T, I]
+    int64_t num_layers, E;
+    int64_t itemsize;  // of activations
+    double eps;
+    Rotary rotary;        // but for the addresses of q, k, v and the caches
+    Attention attention;  // likewise
+};
+
+// Returns 0, or what an operation returned that failed.
+static int decode_layers(const Decoder& a) {
+    Rotary rotary = a.rotary;
+    Attention attention = a.attention;
+    int64_t T = rotary.T, heads = rotary.H * rotary.D, keys = rotary.G * rotary.D;
+    int64_t threads = rotary.num_threads;
+    RmsNorm norm{a.hidden, nullptr, nullptr, a.normed, a.E, T, a.E, rotary.dtype, threads, a.eps};
+    char* qkv = (char*)a.qkv;
+    rotary.q = qkv;
+    rotary.k = qkv + heads * a.itemsize;
+    rotary.v = qkv + (heads + keys) * a.itemsize;
+    rotary.q_stride = rotary.k_stride = rotary.v_stride = heads + 2 * keys;
+    attention.q = qkv;
+    attention.q_stride = rotary.q_stride;
+    attention.out = a.mixed;
+    for (int64_t i = 0; i < a.num_layers; ++i) {
+        const DecoderLayer& layer = a.layers[i];
+        norm.weight = layer.attention_norm;
+        pagemill_rms_norm(&norm);
+        // From here on what the operation before gave is added to what came in.
+        norm.x = a.added;
+        norm.residual = a.hidden;
+        if (int status = layer.qkv(a.normed, a.E, T, a.qkv, threads)) return status;
+        attention.k_cache = rotary.k_cache = a.caches[2 * i];
+        attention.v_cache = rotary.v_cache = a.caches[2 * i + 1];
+        if (int status = pagemill_rotary(&rotary)) return status;
+        if (int status = pagemill_attention(&attention)) return status;
+        if (int status = layer.output(a.mixed, heads, T, a.added, threads)) return status;
+        norm.weight = layer.mlp_norm;
+        pagemill_rms_norm(&norm);
+        if (int status = layer.gate_up(a.normed, a.E, T, a.inner, threads)) return status;
+        if (int status = layer.down(a.inner, layer.gate_up.O, T, a.added, threads)) return status;
+    }
+    norm.weight = a.last_norm;
+    norm.out = a.out;
+    return pagemill_rms_norm(&norm);
+}

@@ -1,0 +1,242 @@
+"""All layers of a decoder in one native call, on a CPU (kernels/cpu/decoder.h)."""
+
+import ctypes
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kernels.checks import ACTIVATIONS, check_contiguous
+from kernels.cpu_attention import AttentionArguments
+from kernels.cpu_build import TYPES
+from kernels.cpu_layers import RotaryArguments
+from kernels.huge_pages import huge_tensor
+from kernels.native_linear import NativeLinear
+
+KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderLayer:
+    """What one layer is made of. Shapes: the norms [E]."""
+
+    attention_norm: torch.Tensor
+    qkv: NativeLinear
+    """[E] to [(H + 2 * G) * D]: queries, keys, values."""
+
+    output: NativeLinear
+    mlp_norm: torch.Tensor
+    gate_up: NativeLinear
+    """[E] to [I]: silu(gate) * up."""
+
+    down: NativeLinear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderStep:
+    """Where a step's tokens stand, and what they read; as `kernels.cpu_attention.attend` has it."""
+
+    cos: torch.Tensor
+    """[T, D / 2] fp32"""
+
+    sin: torch.Tensor
+    slot_mapping: torch.Tensor
+    """[T] int64; -1 writes nothing."""
+
+    block_tables: torch.Tensor
+    """[R, B] int32"""
+
+    seq_lens: torch.Tensor
+    """[R] int32"""
+
+    query_start_loc: torch.Tensor
+    """[R + 1] int32"""
+
+    window: int | None = None
+    scale: float | None = None
+    """None: D ** -0.5."""
+
+
+class _AnyLinear(ctypes.Structure):
+    _fields_ = (("call", ctypes.c_void_p), ("layer", ctypes.c_void_p), ("O", ctypes.c_int64))
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("attention_norm", ctypes.c_void_p),
+        ("mlp_norm", ctypes.c_void_p),
+        *((name, _AnyLinear) for name in ("qkv", "output", "gate_up", "down")),
+    )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in (
+            "layers", "caches", "last_norm", "hidden", "out", "normed", "added", "qkv", "mixed",
+            "inner",
+        )),
+        ("num_layers", ctypes.c_int64),
+        ("E", ctypes.c_int64),
+        ("itemsize", ctypes.c_int64),
+        ("eps", ctypes.c_double),
+        ("rotary", RotaryArguments),
+        ("attention", AttentionArguments),
+    )  # fmt: skip
+
+
+_LINE_BYTES: Final = 64
+
+
+class Decoder:
+    """Runs tokens through layers of one shape: norms, attention, gated MLPs, residual sums."""
+
+    def __init__(
+        self,
+        layers: Sequence[DecoderLayer],
+        last_norm: torch.Tensor,
+        *,
+        eps: float,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        code: ctypes.CDLL,
+    ) -> None:
+        """Raises: ValueError if a norm or a linear layer is not as native code wants it."""
+        self._parts = (tuple(layers), last_norm)  # whose memory the structures point to
+        self._code = code
+        self._dtype = last_norm.dtype
+        self._hidden_size = len(last_norm)
+        if self._dtype not in ACTIVATIONS or head_dim % 8:
+            raise ValueError(f"{self._dtype}, heads of {head_dim}; must be {ACTIVATIONS}, 8 * n")
+        self._layers = (_Layer * len(layers))(*map(self._layer, layers))
+        self._widths = (
+            self._hidden_size,
+            self._hidden_size,
+            (num_heads + 2 * num_kv_heads) * head_dim,
+            num_heads * head_dim,
+            max(layer.gate_up.O for layer in self._layers),
+        )
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._caches: KVCaches = ()
+        self._cache_pointers = (ctypes.c_void_p * 0)()
+        self._arguments = _Decoder(
+            layers=ctypes.addressof(self._layers),
+            last_norm=self._norm(last_norm),
+            num_layers=len(layers),
+            E=self._hidden_size,
+            itemsize=self._dtype.itemsize,
+            eps=eps,
+        )
+        rotary, attention = self._arguments.rotary, self._arguments.attention
+        for shape in (rotary, attention):
+            shape.H, shape.G, shape.D = num_heads, num_kv_heads, head_dim
+            shape.dtype = shape.kv_dtype = TYPES[self._dtype]
+        self._head_dim = head_dim
+
+    def run(self, hidden: torch.Tensor, step: DecoderStep, caches: KVCaches) -> torch.Tensor:
+        """Return the normalised hidden state of each token, and write its keys and values.
+
+        In each layer all tokens store before any attends. Values of columns are not read.
+
+        Shapes: hidden [T, E], overwritten; caches: per layer, [N, S, G, D] each, of its dtype;
+            returns [T, E].
+
+        Raises: ValueError if a shape or dtype is not so; MemoryError.
+        """
+        T = len(hidden)
+        self._check(hidden, step)
+        out = torch.empty_like(hidden)
+        if T == 0:
+            return out
+        arguments = self._arguments
+        arguments.hidden, arguments.out = hidden.data_ptr(), out.data_ptr()
+        self._lay_out_scratch(T)
+        if caches is not self._caches:
+            self._take_caches(caches)
+        self._place(step, T)
+        if self._code.pagemill_decoder(ctypes.byref(arguments)) != 0:
+            raise MemoryError(f"no memory for {T} tokens")
+        return out
+
+    def _place(self, step: DecoderStep, T: int) -> None:
+        rotary, attention = self._arguments.rotary, self._arguments.attention
+        rotary.T, rotary.num_threads = T, torch.get_num_threads()
+        rotary.cos, rotary.sin = step.cos.data_ptr(), step.sin.data_ptr()
+        rotary.slot_mapping = step.slot_mapping.data_ptr()
+        attention.num_threads = rotary.num_threads
+        attention.R = len(step.seq_lens)
+        attention.block_tables = step.block_tables.data_ptr()
+        attention.table_stride = step.block_tables.stride(0)
+        attention.seq_lens = step.seq_lens.data_ptr()
+        attention.query_start_loc = step.query_start_loc.data_ptr()
+        attention.window = step.window or 0
+        attention.scale = step.scale or self._head_dim**-0.5
+
+    def _layer(self, layer: DecoderLayer) -> _Layer:
+        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
+        return _Layer(
+            self._norm(layer.attention_norm),
+            self._norm(layer.mlp_norm),
+            *(_AnyLinear(one.function, one.layer, one.num_outputs) for one in linears),
+        )
+
+    def _norm(self, weight: torch.Tensor) -> int:
+        if weight.shape != (self._hidden_size,) or weight.dtype != self._dtype:
+            raise ValueError(
+                f"a norm is {list(weight.shape)} {weight.dtype}, must be [{self._hidden_size}] "
+                f"{self._dtype}"
+            )
+        check_contiguous(norm=weight)
+        return weight.data_ptr()
+
+    def _lay_out_scratch(self, T: int) -> None:
+        """Give each tensor between operations its place, in memory that is kept for the next."""
+        sizes = [-(-T * width * self._dtype.itemsize // _LINE_BYTES) for width in self._widths]
+        if sum(sizes) * _LINE_BYTES > self._scratch.nbytes:
+            self._scratch = huge_tensor((2 * sum(sizes) * _LINE_BYTES,), torch.uint8)
+        at = self._scratch.data_ptr()
+        for name, size in zip(("normed", "added", "qkv", "mixed", "inner"), sizes, strict=True):
+            setattr(self._arguments, name, at)
+            at += size * _LINE_BYTES
+
+    def _take_caches(self, caches: KVCaches) -> None:
+        flat = [cache for pair in caches for cache in pair]
+        attention = self._arguments.attention
+        shape = (attention.G, attention.D)
+        if len(flat) != 2 * len(self._layers):
+            raise ValueError(f"{len(flat)} caches, must be 2 * {len(self._layers)}")
+        for cache in flat:
+            if cache.shape[2:] != shape or cache.dtype != self._dtype or cache.dim() != 4:
+                raise ValueError(
+                    f"a cache is {list(cache.shape)} {cache.dtype}, must be [N, S, *{shape}] "
+                    f"{self._dtype}"
+                )
+            check_contiguous(cache=cache)
+        self._caches = caches
+        self._cache_pointers = (ctypes.c_void_p * len(flat))(*(c.data_ptr() for c in flat))
+        self._arguments.caches = ctypes.addressof(self._cache_pointers)
+        attention.S = flat[0].shape[1]
+
+    def _check(self, hidden: torch.Tensor, step: DecoderStep) -> None:
+        T, R = len(hidden), len(step.seq_lens)
+        if hidden.shape != (T, self._hidden_size) or hidden.dtype != self._dtype:
+            raise ValueError(
+                f"hidden is {list(hidden.shape)} {hidden.dtype}, must be [T, {self._hidden_size}] "
+                f"{self._dtype}"
+            )
+        half = self._head_dim // 2
+        for name, tensor, shape, dtype in (
+            ("cos", step.cos, (T, half), torch.float32),
+            ("sin", step.sin, (T, half), torch.float32),
+            ("slot_mapping", step.slot_mapping, (T,), torch.int64),
+            ("seq_lens", step.seq_lens, (R,), torch.int32),
+            ("query_start_loc", step.query_start_loc, (R + 1,), torch.int32),
+            ("block_tables", step.block_tables, (R, step.block_tables.shape[-1]), torch.int32),
+        ):
+            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+                raise ValueError(
+                    f"{name} is {list(tensor.shape)} {tensor.dtype}, must be {list(shape)} "
+                    f"{dtype}, contiguous"
+                )
+        check_contiguous(hidden=hidden)

@@ -1,0 +1,82 @@
+"""Ranks exchange what they should, and none waits for one that is gone."""
+
+import threading
+import time
+
+import numpy as np
+import pytest
+import torch
+
+from thread_ranks import on_all_ranks
+from worker_svc.errors import InvariantError, RanksLostError
+from worker_svc.model.shard import Shard
+from worker_svc.service.process_group import ProcessGroup
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_ranks_get_the_sum(dtype: torch.dtype) -> None:
+    def run(group: ProcessGroup) -> list[float]:
+        part = torch.full((2, 3), 1.0 + group.shard.rank, dtype=dtype)
+        group.all_reduce(part)
+        return part.flatten().tolist()
+
+    assert on_all_ranks(3, run) == [[6.0] * 6] * 3
+
+
+def test_rank_0_gets_every_part_in_order_and_the_others_have_their_own() -> None:
+    def run(group: ProcessGroup) -> list[list[int]]:
+        parts = group.gather(torch.tensor([group.shard.rank, 7]))
+        return [part.tolist() for part in parts]
+
+    assert on_all_ranks(3, run) == [[[0, 7], [1, 7], [2, 7]], [[1, 7]], [[2, 7]]]
+
+
+def test_all_ranks_get_rank_0s_tokens_and_the_smallest_number() -> None:
+    def run(group: ProcessGroup) -> tuple[list[int], int]:
+        tokens = np.array([10 + group.shard.rank, -1], dtype=np.int32)
+        return group.share_tokens(tokens).tolist(), group.least(100 - group.shard.rank)
+
+    assert on_all_ranks(3, run) == [([10, -1], 98)] * 3
+
+
+def test_apart_nothing_is_exchanged() -> None:
+    group = ProcessGroup(Shard(0, 2), "cpu")
+    part = torch.ones(4)
+    with group.apart():
+        group.all_reduce(part)
+        assert [each.tolist() for each in group.gather(part)] == [[1.0] * 4] * 2
+    with pytest.raises(InvariantError, match="before they have met"):
+        group.all_reduce(part)
+
+
+def test_a_rank_that_leaves_is_noticed_by_who_waits_for_it() -> None:
+    def run(group: ProcessGroup) -> str:
+        if group.shard.rank == 1:
+            return "left"
+        with pytest.raises(RanksLostError) as caught:
+            group.all_reduce(torch.ones(4))
+        return str(caught.value)
+
+    first, second = on_all_ranks(2, run)
+    assert second == "left"
+    assert "onnection" in first
+    assert "GLHF" not in first
+
+
+def test_who_waits_for_a_rank_that_hangs_ends_when_the_group_is_given_up() -> None:
+    given_up, over = threading.Event(), threading.Event()
+
+    def run(group: ProcessGroup) -> float:
+        if group.shard.rank == 1:
+            assert over.wait(30)
+            return 0.0
+        threading.Timer(0.1, given_up.set).start()
+        started = time.monotonic()
+        try:
+            with pytest.raises(RanksLostError, match="given up"):
+                group.least(1)
+        finally:
+            over.set()
+        return time.monotonic() - started
+
+    assert max(on_all_ranks(2, run, given_up)) < 10  # of 30 that an exchange may take

@@ -1,0 +1,74 @@
+"""Mixtral: a Llama whose MLPs are mixtures of experts."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn import functional
+
+from worker_svc.model.causal_model import CausalModel
+from worker_svc.model.experts import Experts
+from worker_svc.model.loader import Loader
+from worker_svc.model.operations import LayerCache, Linear
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class MixtralLayer:
+    """The parameters of one layer."""
+
+    attention_norm: torch.Tensor
+    qkv: Linear
+    """[E] to [(H + 2 * G) * D]: queries, keys, values."""
+
+    output: Linear
+    mlp_norm: torch.Tensor
+    experts: Experts
+
+
+class Mixtral(CausalModel):
+    """See `CausalModel`."""
+
+    __slots__ = ("_layers",)
+
+    def __init__(self, loader: Loader) -> None:
+        """Load all parameters. Raises: ModelError as `Loader` does."""
+        super().__init__(loader)
+        self._layers = loader.layers(_load_layer)
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        kv_caches: Sequence[LayerCache],
+        slot_mappings: Sequence[torch.Tensor],
+        block_tables: Sequence[torch.Tensor],
+        seq_lens: torch.Tensor,
+        query_start_loc: torch.Tensor,
+    ) -> torch.Tensor:
+        """As `CausalModel.forward`."""
+        operations, config = self._operations, self.config
+        num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
+        columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
+        attentions = self._attentions(columns, kv_caches)
+        hidden = functional.embedding(token_ids, self._embedding)  # [T, E]
+        added: torch.Tensor | None = None
+        for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):
+            normed = self._norm(hidden, added, layer.attention_norm)
+            qkv = layer.qkv(normed).view(len(token_ids), -1, head_dim)  # [T, H + 2 * G, D]
+            mixed = attention.attend(qkv, num_heads, cache)  # [T, H, D]
+            added = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
+            normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
+            added = layer.experts(normed)  # [T, E]
+        return self._norm(hidden, added, self._last_norm)
+
+
+def _load_layer(loader: Loader, name: str, _number: int) -> MixtralLayer:
+    hidden_size = loader.config.hidden_size
+    return MixtralLayer(
+        attention_norm=loader.norm(f"{name}.input_layernorm", hidden_size),
+        qkv=loader.qkv(f"{name}.self_attn"),
+        output=loader.attention_output(f"{name}.self_attn"),
+        mlp_norm=loader.norm(f"{name}.post_attention_layernorm", hidden_size),
+        experts=loader.experts(f"{name}.block_sparse_moe", gate="w1", up="w3", down="w2"),
+    )
