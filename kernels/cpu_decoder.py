@@ -7,14 +7,15 @@ from typing import Final
 
 import torch
 
-from kernels.checks import ACTIVATIONS, check_contiguous
+from kernels.checks import ACTIVATIONS, Scales, check_cache, check_contiguous
 from kernels.cpu_attention import AttentionArguments
 from kernels.cpu_build import TYPES
 from kernels.cpu_layers import RotaryArguments
 from kernels.huge_pages import huge_tensor
 from kernels.native_linear import NativeLinear
 
-KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor]]
+KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor, Scales | None]]
+"""Per layer, keys and values [N, S, G, D], and the scales of an fp8 cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -73,8 +74,8 @@ class _Layer(ctypes.Structure):
 class _Decoder(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "layers", "caches", "last_norm", "hidden", "out", "normed", "added", "qkv", "mixed",
-            "inner",
+            "layers", "caches", "scales", "last_norm", "hidden", "out", "normed", "added", "qkv",
+            "mixed", "inner",
         )),
         ("num_layers", ctypes.c_int64),
         ("E", ctypes.c_int64),
@@ -120,6 +121,7 @@ class Decoder:
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._caches: KVCaches = ()
         self._cache_pointers = (ctypes.c_void_p * 0)()
+        self._scale_pointers = (ctypes.c_void_p * 0)()
         self._arguments = _Decoder(
             layers=ctypes.addressof(self._layers),
             last_norm=self._norm(last_norm),
@@ -131,7 +133,7 @@ class Decoder:
         rotary, attention = self._arguments.rotary, self._arguments.attention
         for shape in (rotary, attention):
             shape.H, shape.G, shape.D = num_heads, num_kv_heads, head_dim
-            shape.dtype = shape.kv_dtype = TYPES[self._dtype]
+            shape.dtype = TYPES[self._dtype]
         self._head_dim = head_dim
 
     def run(self, hidden: torch.Tensor, step: DecoderStep, caches: KVCaches) -> torch.Tensor:
@@ -139,8 +141,8 @@ class Decoder:
 
         In each layer all tokens store before any attends. Values of columns are not read.
 
-        Shapes: hidden [T, E], overwritten; caches: per layer, [N, S, G, D] each, of its dtype;
-            returns [T, E].
+        Shapes: hidden [T, E], overwritten; caches: per layer, [N, S, G, D] each, of its dtype or
+            fp8, all alike; returns [T, E].
 
         Raises: ValueError if a shape or dtype is not so; MemoryError.
         """
@@ -201,22 +203,31 @@ class Decoder:
             at += size * _LINE_BYTES
 
     def _take_caches(self, caches: KVCaches) -> None:
-        flat = [cache for pair in caches for cache in pair]
-        attention = self._arguments.attention
-        shape = (attention.G, attention.D)
-        if len(flat) != 2 * len(self._layers):
-            raise ValueError(f"{len(flat)} caches, must be 2 * {len(self._layers)}")
-        for cache in flat:
-            if cache.shape[2:] != shape or cache.dtype != self._dtype or cache.dim() != 4:
+        rotary, attention = self._arguments.rotary, self._arguments.attention
+        if len(caches) != len(self._layers):
+            raise ValueError(f"caches of {len(caches)} layers, must be {len(self._layers)}")
+        first, _, first_scales = caches[0]
+        shape = (*first.shape[:2], attention.G, attention.D)
+        for k_cache, v_cache, scales in caches:
+            check_cache(k_cache, v_cache, self._dtype, scales, tiled=False)
+            if k_cache.shape != shape or k_cache.dtype != first.dtype:
                 raise ValueError(
-                    f"a cache is {list(cache.shape)} {cache.dtype}, must be [N, S, *{shape}] "
-                    f"{self._dtype}"
+                    f"a cache is {list(k_cache.shape)} {k_cache.dtype}, must be {list(shape)} "
+                    f"{first.dtype}"
                 )
-            check_contiguous(cache=cache)
+            if _num_scales(scales) != _num_scales(first_scales):
+                raise ValueError("scales are of one number in all layers, or there are none")
         self._caches = caches
-        self._cache_pointers = (ctypes.c_void_p * len(flat))(*(c.data_ptr() for c in flat))
+        self._cache_pointers = _addresses([t for k, v, _ in caches for t in (k, v)])
+        of_layers = [scales for _, _, scales in caches if scales is not None]
+        self._scale_pointers = _addresses([t for scales in of_layers for t in (scales.k, scales.v)])
         self._arguments.caches = ctypes.addressof(self._cache_pointers)
-        attention.S = flat[0].shape[1]
+        self._arguments.scales = ctypes.addressof(self._scale_pointers) if of_layers else None
+        attention.S = first.shape[1]
+        for part in (rotary, attention):
+            part.kv_dtype = TYPES[first.dtype]
+            part.scale_stride = 0 if _num_scales(first_scales) == 1 else 1
+            part.k_scale = part.v_scale = None
 
     def _check(self, hidden: torch.Tensor, step: DecoderStep) -> None:
         T, R = len(hidden), len(step.seq_lens)
@@ -240,3 +251,11 @@ class Decoder:
                     f"{dtype}, contiguous"
                 )
         check_contiguous(hidden=hidden)
+
+
+def _num_scales(scales: Scales | None) -> int:
+    return 0 if scales is None else len(scales.k)
+
+
+def _addresses(tensors: Sequence[torch.Tensor]) -> "ctypes.Array[ctypes.c_void_p]":
+    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))

@@ -96,8 +96,8 @@ def _native(case: Case) -> str | None:
 
 
 def _torch(case: Case) -> str | None:
-    if case.kv_dtype != case.dtype:
-        return f"the cache is {case.kv_dtype}, must be {case.dtype}"
+    if case.kv_dtype != case.dtype and case.kv_dtype not in checks.FP8:
+        return f"the cache is {case.kv_dtype}, must be {case.dtype} or fp8"
     return None
 
 

@@ -1,5 +1,6 @@
 """A linear layer as other native code calls it."""
 
+import ctypes
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -25,3 +26,13 @@ class HasNativeLinear(Protocol):
     def native(self) -> NativeLinear | None:
         """How. None: it cannot."""
         ...
+
+
+def native_linear(
+    call: object | None, arguments: ctypes.Structure, num_outputs: int
+) -> NativeLinear | None:
+    """Return how native code makes a call that Python makes with a function of ctypes."""
+    if not isinstance(call, ctypes._CFuncPtr):
+        return None
+    address = ctypes.cast(call, ctypes.c_void_p).value
+    return NativeLinear(address or 0, ctypes.addressof(arguments), num_outputs)

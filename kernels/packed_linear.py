@@ -8,7 +8,7 @@ from torch.nn import functional
 from kernels import reference_layers
 from kernels.checks import ACTIVATIONS
 from kernels.cpu_build import TYPES, native_code
-from kernels.native_linear import NativeLinear
+from kernels.native_linear import NativeLinear, native_linear
 from kernels.weight_memory import WeightMemory
 
 
@@ -95,10 +95,7 @@ class PackedLinear:
     @property
     def native(self) -> NativeLinear | None:
         """How native code calls the layer. None: there is no native code."""
-        if self._call is None:
-            return None
-        address = ctypes.cast(self._call, ctypes.c_void_p).value
-        return NativeLinear(address or 0, self._pointer, self.num_outputs)
+        return native_linear(self._call, self._arguments, self.num_outputs)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product. Shapes: x [T, I], out and returned [T, O], of the weight's dtype.

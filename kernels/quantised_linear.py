@@ -10,6 +10,7 @@ from torch.nn import functional
 from kernels import reference_layers
 from kernels.checks import ACTIVATIONS
 from kernels.cpu_build import TYPES, native_code
+from kernels.native_linear import NativeLinear, native_linear
 from kernels.packed_linear import PROTOTYPE, LinearStructure, check_rows_of, empty_or
 from kernels.reference_quantised import GROUP, dequantise
 from kernels.weight_memory import WeightMemory
@@ -181,6 +182,11 @@ class QuantisedLinear:
     def num_bytes(self) -> int:
         """What the packed weight takes."""
         return (self._packed if self._weight is None else self._weight).nbytes
+
+    @property
+    def native(self) -> NativeLinear | None:
+        """How native code calls the layer. None: there is no native code."""
+        return native_linear(self._call, self._arguments, self.num_outputs)
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product. Shapes: x [T, I], out and returned [T, O], of `dtype`.

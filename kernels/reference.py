@@ -7,6 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kernels.checks import FP8, Scales
+from kernels.reference_attention import dequantise, quantise
+
 # Decoding requests are padded to a common length and attend together, in groups whose keys
 # hold at most this many elements: more fall out of the processor's cache. With 16 requests of
 # 1,024 tokens, 3 heads of 64: all in one group 6.2 ms, in groups of this size 3.3 ms.
@@ -22,13 +25,15 @@ def store_kv(
     k_cache: torch.Tensor,
     v_cache: torch.Tensor,
     slot_mapping: torch.Tensor,
+    scales: Scales | None = None,
 ) -> None:
     """Write each token's key and value into its slot. A slot of -1 writes nothing.
 
     Shapes:
-        k, v              [T, G, D]     dtype of the cache
+        k, v              [T, G, D]     dtype of the cache, or any if that is fp8
         k_cache, v_cache  [N, S, G, D]  contiguous, written in place
         slot_mapping      [T]           int64, block id * S + offset, or -1; no slot twice
+        scales            what fp8 values are divided by; 1 if not given
 
     Raises: ValueError if a shape, layout or dtype is not as above.
     """
@@ -43,6 +48,10 @@ def store_kv(
     written = slot_mapping >= 0
     if not bool(written.all()):
         slot_mapping, k, v = slot_mapping[written], k[written], v[written]
+    if k_cache.dtype in FP8:
+        k = quantise(k, None if scales is None else scales.k, k_cache.dtype).view(torch.uint8)
+        v = quantise(v, None if scales is None else scales.v, v_cache.dtype).view(torch.uint8)
+        k_cache, v_cache = k_cache.view(torch.uint8), v_cache.view(torch.uint8)
     k_cache.view(-1, *k.shape[1:]).index_copy_(0, slot_mapping, k)
     v_cache.view(-1, *v.shape[1:]).index_copy_(0, slot_mapping, v)
 
@@ -176,17 +185,18 @@ def attend(
     reads: Reads,
     scale: float,
     out: torch.Tensor | None = None,
+    scales: Scales | None = None,
 ) -> torch.Tensor:
     """Return attention of every new token over the slots that `plan_reads` found.
 
-    Shapes: as in `paged_attention`.
+    Shapes: as in `paged_attention`; the cache may be fp8, to be multiplied by `scales`.
 
     Raises: ValueError if a shape, layout or dtype is not as there.
     """
     _check_cache(k_cache, v_cache)
     H, D = q.shape[1:]
     G = k_cache.shape[2]
-    if k_cache.shape[3] != D or H % G or q.dtype != k_cache.dtype:
+    if k_cache.shape[3] != D or H % G or k_cache.dtype not in (q.dtype, *FP8):
         raise ValueError(
             f"q {list(q.shape)} {q.dtype} does not fit a cache of {list(k_cache.shape)} "
             f"{k_cache.dtype}"
@@ -194,14 +204,15 @@ def attend(
     keys, values = k_cache.view(-1, G, D), v_cache.view(-1, G, D)
     if out is None:
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+    k_scale, v_scale = (None, None) if scales is None else (scales.k, scales.v)
     groups, prefills = reads
     for group in groups:
         r, L = len(group.tokens), group.mask.shape[-1]
         # The query heads that share a key/value head stand in the place of query tokens.
         shared = functional.scaled_dot_product_attention(
             q[group.tokens].float().view(r, G, H // G, D),
-            keys.index_select(0, group.slots).float().view(r, L, G, D).transpose(1, 2),
-            values.index_select(0, group.slots).float().view(r, L, G, D).transpose(1, 2),
+            _take(keys, group.slots, k_scale).view(r, L, G, D).transpose(1, 2),
+            _take(values, group.slots, v_scale).view(r, L, G, D).transpose(1, 2),
             attn_mask=group.mask,
             scale=scale,
         )
@@ -209,8 +220,8 @@ def attend(
     for run in prefills:
         one = functional.scaled_dot_product_attention(
             q[run.start : run.end].float().transpose(0, 1)[None],
-            keys.index_select(0, run.slots).float().transpose(0, 1)[None],
-            values.index_select(0, run.slots).float().transpose(0, 1)[None],
+            _take(keys, run.slots, k_scale).transpose(0, 1)[None],
+            _take(values, run.slots, v_scale).transpose(0, 1)[None],
             attn_mask=run.mask,
             is_causal=run.mask is None,
             scale=scale,
@@ -218,6 +229,11 @@ def attend(
         )
         out[run.start : run.end] = one[0].transpose(0, 1).to(out.dtype)
     return out
+
+
+def _take(cached: torch.Tensor, slots: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    """Return the fp32 values of some slots. Shapes: cached [N * S, G, D], slots [L]."""
+    return dequantise(cached.index_select(0, slots), scale)
 
 
 def paged_attention(

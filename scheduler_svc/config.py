@@ -182,6 +182,13 @@ class SchedulerSettings(BaseSettings):
     pipeline_depth: int = Field(default=2, ge=1, le=2)
     """Plans in flight. 2 hides the way to the worker; 1 is easier to read in traces."""
 
+    speculation: Literal["off", "prompt-lookup"] = "off"
+    """Draft tokens that followed the latest ones when they came before, and verify them in the same
+    step. Changes no token."""
+
+    num_speculative_tokens: int = Field(default=4, ge=1, le=16)
+    """Most tokens of a draft."""
+
     enable_prefix_caching: CliImplicitFlag[bool] = True
     """Share blocks among requests with equal prefixes."""
 

@@ -79,6 +79,8 @@ class FakeHost:
         self._step = step
         self._launched = launched
         self._load = load
+        self.more_devices: tuple[worker_pb2.Device, ...] = ()
+        self.used: list[str] = []
         self.num_loads = 0
         self.ranks: OtherRanks | None = None
         self.limits: list[CacheLimits] = []
@@ -93,6 +95,13 @@ class FakeHost:
             kv_groups=[worker_pb2.KvGroup(num_layers=2, num_kv_heads=2, head_dim=16)],
         )
         self.device = worker_pb2.Device(kind="cpu", memory_bytes=1 << 30, name="a test")
+
+    @property
+    def devices(self) -> tuple[worker_pb2.Device, ...]:
+        return (self.device, *self.more_devices)
+
+    def use(self, uuid: str) -> None:
+        self.used.append(uuid)
 
     def load(self, ranks: OtherRanks | None = None) -> None:
         self.ranks = ranks

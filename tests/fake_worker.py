@@ -112,6 +112,10 @@ class FakeRow:
     histories: list[int] = field(default_factory=list)
     failed: bool = False
     root: int = ROOT
+    drafted: list[int] = field(default_factory=list)
+    """Tokens to verify in this step. They are the last of `tokens` meanwhile."""
+    has_drafted: bool = False
+    """It had a draft in the step before."""
 
     def history(self, position: int) -> int:
         """Return the history that ends at a position."""
@@ -120,11 +124,28 @@ class FakeRow:
             self.histories.append(extend(before, self.tokens[len(self.histories)]))
         return self.histories[position]
 
+    def verify(self, *, in_doubt: bool = False) -> list[int]:
+        """Draw behind the last known token and behind each drafted one, as long as they agree."""
+        draft, self.drafted, self.has_drafted = self.drafted, [], True
+        first = len(self.tokens) - len(draft)
+        drawn: list[int] = []
+        for number in range(len(draft) + 1):
+            history = self.history(first - 1 + number)
+            drawn.append((next_token(history, self.index) + in_doubt) % 3)
+            if draft[number : number + 1] != drawn[-1:]:
+                break
+        self.tokens[first:] = drawn
+        del self.histories[len(self.tokens) - 1 :]
+        self.num_new = len(drawn)
+        return drawn
+
     def sample(self, *, in_doubt: bool = False) -> list[int]:
         """Draw the tokens behind the last, for each index asked for, and keep the first.
 
         What was read is in doubt: these are the wrong ones.
         """
+        if self.drafted:
+            return self.verify(in_doubt=in_doubt)
         history = self.history(len(self.tokens) - 1)
         if self.num_candidates and not self.logprobs:
             self.tokens.append(int(self.candidates(in_doubt=in_doubt)[0][0]))
@@ -348,8 +369,17 @@ class FakeWorker:
             plan.exception_num_new_tokens.tolist(),
             strict=True,
         ):
-            assert self.rows[number].num_computed == computed
-            self.rows[number].num_new = count
+            row = self.rows[number]
+            # Of a draft that is not answered the scheduler does not know how much was computed.
+            assert row.num_computed == computed or (row.has_drafted and not count)
+            row.num_new = count
+            row.has_drafted &= not count
+        for draft in plan.drafts:
+            assert draft.row in plan.serial_rows
+            row = self.rows[draft.row]
+            row.drafted = draft.tokens.tolist()
+            assert row.num_computed + row.num_new == len(row.tokens) + len(row.drafted)
+            row.tokens += row.drafted
 
     def _copy(self, plan: StepPlan) -> None:
         """Copy blocks, before anything is stored."""

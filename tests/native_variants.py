@@ -17,12 +17,15 @@ VARIANTS = {
     "no vectors of its own": ("-mno-avx512f", "-mno-avx2", "-mno-f16c", "-mno-fma"),
 }
 variants = pytest.mark.parametrize("name", VARIANTS)
+# Lookups of bytes have a path of their own.
+BYTE_VARIANTS = {**VARIANTS, "no lookups of bytes": ("-mno-avx512vbmi",)}
+byte_variants = pytest.mark.parametrize("name", BYTE_VARIANTS)
 
 
 @functools.cache
 def variant(name: str) -> ctypes.CDLL:
     """Return the code for one kind of machine."""
-    return build_and_load(cache_folder(os.environ), (*FLAGS, *VARIANTS[name]))
+    return build_and_load(cache_folder(os.environ), (*FLAGS, *BYTE_VARIANTS[name]))
 
 
 def drawn(seed: int, *shape: int, dtype: torch.dtype) -> torch.Tensor:

@@ -36,6 +36,7 @@ def write_model(directory: Path) -> Path:
         "model_type": "llama",
         "vocab_size": VOCAB_SIZE,
         "max_position_embeddings": MAX_LENGTH,
+        "num_attention_heads": 4,
     }
     (directory / "config.json").write_text(json.dumps(config))
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())

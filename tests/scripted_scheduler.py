@@ -96,7 +96,7 @@ class Connection:
 
     def acknowledge_hello(self, hello: worker_pb2.WorkerHello, **changes: Any) -> None:
         """Give a worker its place."""
-        message = ack(device_uuid=hello.devices[0].uuid, **changes)
+        message = ack(**({"device_uuid": hello.devices[0].uuid} | changes))
         self._say.put(worker_pb2.JoinResponse(ack=message))
 
     def take(self, **changes: Any) -> worker_pb2.WorkerHello:

@@ -17,7 +17,7 @@ def main() -> ExitStatus:
     """Run a worker, or the bare loop that its speed is compared with."""
     try:
         settings = read_settings(sys.argv[1:])
-        set_threads(settings.threads)
+        set_threads(settings.threads, leave_one=settings.attention_backend == "torch")
         if settings.bench_forward:
             host = LocalModel(_local_settings(settings), _logger(settings))
             bench_forward(host, sys.stdin, sys.stdout)

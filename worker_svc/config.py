@@ -21,6 +21,7 @@ from pydantic_settings import (
 from worker_svc.errors import ConfigError
 
 ElementTypeName = Literal["auto", "float32", "bfloat16", "float16"]
+KvTypeName = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
 
 def _model_path(text: str) -> str:
@@ -87,13 +88,14 @@ class WorkerSettings(BaseSettings):
     """Address at which the other ranks of a group reach this worker. Not for the public."""
 
     device: Annotated[str, AfterValidator(_device)] = "auto"
-    """auto (CUDA if there is any), cpu, cuda or cuda:N."""
+    """auto (CUDA if there is any), cpu, cuda (any GPU that no other rank has) or cuda:N."""
 
     dtype: ElementTypeName = "auto"
     """Type of weights and activations. auto: bfloat16 where the device computes in it."""
 
-    kv_cache_dtype: ElementTypeName = "auto"
-    """Type of the cached keys and values. auto: as dtype."""
+    kv_cache_dtype: KvTypeName = "auto"
+    """Type of the cached keys and values. auto: as dtype. fp8 (e4m3; scales per head from the
+    checkpoint, or measured at start) and fp8_e5m2 hold twice the tokens of bfloat16."""
 
     kv_cache_memory_bytes: int | None = Field(default=None, gt=0)
     """Bytes of the KV cache, whatever memory is free. Unset: as memory allows; on a CPU 0.4 of what
@@ -114,7 +116,7 @@ class WorkerSettings(BaseSettings):
     """Usable blocks of the KV cache, whatever memory says. The scheduler's wish goes first."""
 
     threads: int | None = Field(default=None, ge=1, le=4096)
-    """Threads of one CPU operation. Unset: all cores but one, at least 1."""
+    """Threads of one CPU operation. Unset: all cores; with attention_backend torch all but one."""
 
     log_format: Literal["text", "json"] = "text"
     """Of the lines on standard error."""

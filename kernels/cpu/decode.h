@@ -6,6 +6,17 @@
 
 constexpr int64_t TILE = 32;  // tokens
 
+// Query heads that share a key/value head are worked on four at a time: a band. Of a tile its scores,
+// and then its weights, are [TILE / 4, 4 heads, 4 tokens]: quads.
+constexpr int64_t BAND = 4, QUAD = 4 * BAND;
+
+static inline int64_t bands_of(int64_t group) { return (group + BAND - 1) / BAND; }
+
+// Where in quads the score of a token with a head of the band is.
+static inline int64_t quad_at(int64_t head, int64_t token) {
+    return token / 4 * QUAD + head * 4 + token % 4;
+}
+
 // Where one tile's tokens lie, and those of the next one. Places without a token lead to one that
 // is there.
 struct TileRows {
@@ -13,32 +24,35 @@ struct TileRows {
     int64_t count = 0, count_next = 0;
 };
 
-// Asks for the next tile while this one is worked on: in the order in which it lies in memory, and
-// evenly over all of the work, since a processor that has too much under way waits.
+// Asks for the next tile while this one is worked on: line by line as it lies in memory, and evenly
+// over all of the work, since a processor that has too much under way waits.
 struct Ahead {
-    int64_t to_values;  // from a key to its value, in bytes
-    const char* const* slots;
-    const char *at = nullptr, *end = nullptr;  // what is left of a slot's keys
-    int64_t left = 0;  // slots
-    int64_t slot_bytes;
+    struct Run {
+        const char *at, *end;
+    };
+    int64_t to_values;                         // from a key to its value, in bytes
+    const Run* next;                           // runs of keys
+    const char *at = nullptr, *end = nullptr;  // what is left of this one
+    int64_t left = 0;                          // runs
 
-    // In 1 / 256 of a line of keys and one of values: what is due, and what 16 products, the weights
-    // of a head and a pair of values (64 dimensions, one head) each make due.
-    int32_t due = 0, per_products, per_weights, per_sums;
+    // In 1 / 4096 of a line of keys and one of values: what is due, and what a cycle of work makes
+    // due. What all asks of a tile add up to is what `rate` is made from, or lines are left out.
+    int32_t due = 0, rate = 0;
 
-    void start(const char* const* from, int64_t count) {
-        slots = from;
+    void start(const Run* runs, int64_t count) {
+        next = runs;
         left = count;
         at = end = nullptr;
         due = 0;
     }
 
-    inline __attribute__((always_inline)) void ask(int32_t more) {
-        for (due += more; due >= 256; due -= 256) {
+    inline __attribute__((always_inline)) void ask(int32_t cycles) {
+        for (due += cycles * rate; due >= 4096; due -= 4096) {
             if (at >= end) {
                 if (left == 0) return;
-                at = *slots++;
-                end = at + slot_bytes;
+                at = next->at;
+                end = next->end;
+                ++next;
                 --left;
             }
             prefetch(at);
@@ -48,152 +62,80 @@ struct Ahead {
     }
 };
 
-// --- fp32 arithmetic, for every type of keys and values ---
+// --- the softmax of a band ---
 
-struct DotFp32 {
-    typedef float Query;
+// Over the keys seen so far, as in a quad: the largest score of each head four times, and its sum of
+// weights in four parts.
+struct Band {
+    float best[QUAD], total[QUAD];
 
-    static int64_t width(int64_t D) { return round_up(D, W); }
-
-    // Whether rows are converted before they are used. Who does so asks for the next tile meanwhile.
-    template <class T>
-    static constexpr bool converts() { return false; }
-
-    // products[h * TILE + t] = q[h] . k[t]
-    template <class T>
-    static void scores(const float* q, int64_t heads, const T* k, const TileRows& rows,
-                       int64_t offset, int64_t D, float* products, float*, Ahead& ahead) {
-        for (int64_t h = 0; h < heads;) {
-            const float* query = q + h * width(D);
-            float* out = products + h * TILE;
-            int64_t step = heads - h >= 4 ? 4 : heads - h;
-            if (step == 4) dot<4>(query, k + offset, rows, D, out, ahead);
-            if (step == 3) dot<3>(query, k + offset, rows, D, out, ahead);
-            if (step == 2) dot<2>(query, k + offset, rows, D, out, ahead);
-            if (step == 1) dot<1>(query, k + offset, rows, D, out, ahead);
-            h += step;
+    void reset() {
+        for (int i = 0; i < QUAD; ++i) {
+            best[i] = INFINITY_BELOW;
+            total[i] = 0;
         }
     }
 
-    // Products of HEADS queries and as many keys at a time as give W products.
-    template <int HEADS, class T>
-    static void dot(const float* query, const T* k, const TileRows& rows, int64_t D,
-                    float* products, Ahead& ahead) {
-        constexpr int TOKENS = HEADS == 3 ? W / 4 : W / HEADS;
-        int64_t padded = width(D), whole = D / W * W;
-        Ahead ask = ahead;
-        int32_t per = ahead.per_products * HEADS * TOKENS / 16;
-        for (int64_t t = 0; t < rows.count; t += TOKENS) {
-            ask.ask(per);
-            const int64_t* here = rows.here + t;
-            vec acc[W] = {};
-            for (int64_t d = 0; d < whole; d += W) {
-#pragma GCC unroll 16
-                for (int j = 0; j < TOKENS; ++j) {
-                    vec x = load(k + here[j] + d);
-#pragma GCC unroll 4
-                    for (int i = 0; i < HEADS; ++i) {
-                        acc[i * TOKENS + j] += load(query + i * padded + d) * x;
-                    }
-                }
-            }
-            if (whole < D) {
-#pragma GCC unroll 16
-                for (int j = 0; j < TOKENS; ++j) {
-                    vec x = load_some(k + here[j] + whole, D - whole);
-#pragma GCC unroll 4
-                    for (int i = 0; i < HEADS; ++i) {
-                        acc[i * TOKENS + j] += load(query + i * padded + whole) * x;
-                    }
-                }
-            }
-            float found[W];
-            store(found, sums(acc));
-            for (int i = 0; i < HEADS; ++i) {
-                memcpy(products + i * TILE + t, found + i * TOKENS, TOKENS * sizeof(float));
-            }
-        }
-        ahead = ask;
+    Row row(int64_t head) const {
+        const float* t = total + head * 4;
+        return {best[head * 4], t[0] + t[1] + (t[2] + t[3])};
     }
-
-    // acc[h] = acc[h] * shrink[h] + sum of weights[h * TILE + t] * v[t]
-    template <class T>
-    static void accumulate(const float* weights, const float* shrink, int64_t heads, const T* v,
-                           const TileRows& rows, int64_t offset, int64_t D, float* acc, float*,
-                           Ahead& ahead) {
-        for (int64_t h = 0; h < heads;) {
-            const float* w = weights + h * TILE;
-            int64_t step = heads - h >= 4 ? 4 : heads - h;
-            for (int64_t d = 0; d < D;) {
-                const T* values = v + offset + d;
-                Block<T> block{w, shrink + h, values, rows, acc + h * width(D) + d, width(D),
-                               D - d, ahead};
-                switch (step) {
-                    case 4: d += block.template run<4>(); break;
-                    case 3: d += block.template run<3>(); break;
-                    case 2: d += block.template run<2>(); break;
-                    default: d += block.template run<1>();
-                }
-            }
-            h += step;
-        }
-    }
-
-    // Some dimensions of some heads.
-    template <class T>
-    struct Block {
-        const float *weights, *shrink;
-        const T* values;
-        const TileRows& rows;
-        float* acc;
-        int64_t padded, left;
-        Ahead& ahead;
-
-        // Returns how many dimensions were done: as many as there are registers for, if so many
-        // are left.
-        template <int HEADS>
-        int64_t run() const {
-            constexpr int VECS = W == 16 ? 4 : 2;
-            if (left >= VECS * W) {
-                run<HEADS, VECS>();
-                return VECS * W;
-            }
-            run<HEADS, 1>();
-            return W;
-        }
-
-        template <int HEADS, int VECS>
-        void run() const {
-            vec sums[HEADS][VECS];
-#pragma GCC unroll 4
-            for (int i = 0; i < HEADS; ++i) {
-#pragma GCC unroll 4
-                for (int j = 0; j < VECS; ++j) {
-                    sums[i][j] = load(acc + i * padded + j * W) * splat(shrink[i]);
-                }
-            }
-            Ahead ask = ahead;
-            int32_t per = ahead.per_sums * HEADS * VECS * W / 128;
-            for (int64_t t = 0; t < rows.count; ++t) {
-                const T* value = values + rows.here[t];
-                ask.ask(per);
-#pragma GCC unroll 4
-                for (int j = 0; j < VECS; ++j) {
-                    vec x = VECS > 1 ? load(value + j * W) : load_some(value, left);
-#pragma GCC unroll 4
-                    for (int i = 0; i < HEADS; ++i) sums[i][j] += splat(weights[i * TILE + t]) * x;
-                }
-            }
-            ahead = ask;
-#pragma GCC unroll 4
-            for (int i = 0; i < HEADS; ++i) {
-#pragma GCC unroll 4
-                for (int j = 0; j < VECS; ++j) store(acc + i * padded + j * W, sums[i][j]);
-            }
-        }
-    };
 };
 
+// Turns the products of `count` tokens into weights, in place; those of other tokens into 0.
+// Returns in `shrink`, a quad, what the sums before must be multiplied by.
+static inline void weigh(const Scores& to_scores, int64_t count, Band& band, float* quads,
+                         float* shrink, Ahead& ahead) {
+    int64_t end = (count + 3) / 4 * QUAD;
+    ivec token;
+    for (int i = 0; i < W; ++i) token[i] = i % 4;
+    Ahead ask = ahead;
+    for (int64_t part = 0; part < QUAD; part += W) {
+        vec before = load(band.best + part), top = before;
+        for (int64_t i = part; i < end; i += QUAD) {
+            ask.ask(8);
+            vec x = to_scores(load(quads + i));
+            int32_t left = (int32_t)(count - i / QUAD * 4);
+            if (left < 4) x = pick(token < left, x, splat(INFINITY_BELOW));
+            store(quads + i, x);
+            top = larger(x, top);
+        }
+        top = largest_of_fours(top);
+        // No infinity, lest a difference be NaN.
+        vec origin = pick(top == splat(INFINITY_BELOW), vec{}, top);
+        vec factor = exp2(before - origin), total = load(band.total + part) * factor;
+        for (int64_t i = part; i < end; i += QUAD) {
+            ask.ask(12);
+            vec weight = exp2(load(quads + i) - origin);
+            store(quads + i, weight);
+            total += weight;
+        }
+        store(band.best + part, top);
+        store(band.total + part, total);
+        store(shrink + part, factor);
+    }
+    ahead = ask;
+}
+
+// Stores the sums of W vectors, [HEADS, TOKENS], as products of the tokens from `token` on.
+template <int HEADS, int TOKENS>
+__attribute__((always_inline)) static inline void store_quads(const vec* v, int64_t token,
+                                                              float* quads) {
+    constexpr int PIECE = TOKENS < 4 ? TOKENS : 4;
+    vec found = sums(v);
+    if (HEADS * TOKENS == QUAD && TOKENS == 4) return store(quads + quad_at(0, token), found);
+    float pieces[W];
+    store(pieces, found);
+    for (int i = 0; i < HEADS; ++i) {
+        for (int j = 0; j < TOKENS; j += PIECE) {
+            memcpy(quads + quad_at(i, token + j), pieces + i * TOKENS + j, PIECE * sizeof(float));
+        }
+    }
+}
+
+constexpr int32_t CYCLES_TO_WEIGH = TILE / 4 * 20;  // of a tile and band, about
+
+#include "decode_fp32.h"
 #ifdef BF16_DOT
 #include "decode_bf16.h"
 #endif
@@ -206,12 +148,28 @@ struct Partial {
     float* acc;  // [H, width]
 };
 
-// Floats of scratch that `decode` needs.
 template <class Dot>
-static int64_t decode_scratch(const Attention& a) {
-    int64_t width = Dot::width(a.D), group = a.H / a.G;
-    return a.H * width + 2 * group * (TILE + 1) + 64 + TILE * width;
-}
+struct DecodeScratch {
+    typename Dot::Query* queries;  // [G, bands, BAND * width]
+    Band* bands;                   // [G, bands]
+    float *quads, *shrink;
+
+    // Lays the parts out from `base` on; returns how many floats they take.
+    int64_t lay_out(const Attention& a, float* base) {
+        int64_t width = Dot::width(a.D), bands_total = a.G * bands_of(a.H / a.G);
+        float* next = base;
+        auto take = [&](int64_t floats) {
+            float* here = next;
+            next += round_up(floats, 16);
+            return here;
+        };
+        queries = (typename Dot::Query*)take(bands_total * BAND * width);
+        bands = (Band*)take(bands_total * 2 * QUAD);
+        quads = take(TILE * BAND);
+        shrink = take(QUAD);
+        return next - base;
+    }
+};
 
 static inline void find_rows(const Slots& slots, int64_t from, int64_t end, int64_t* rows,
                              int64_t& count) {
@@ -224,58 +182,71 @@ static inline void find_rows(const Slots& slots, int64_t from, int64_t end, int6
     for (int64_t i = count; i < TILE; ++i) rows[i] = rows[0];
 }
 
+// Finds the runs of memory in which the next tile's keys lie. Returns how many.
+static inline int64_t find_runs(const TileRows& rows, int64_t row_size, int64_t itemsize,
+                                const void* k, Ahead::Run* runs) {
+    int64_t count = 0;
+    for (int64_t first = 0, last; first < rows.count_next; first = last) {
+        for (last = first + 1; last < rows.count_next; ++last) {
+            if (rows.next[last] != rows.next[last - 1] + row_size) break;
+        }
+        const char* at = (const char*)k + rows.next[first] * itemsize;
+        runs[count++] = {at, at + (last - first) * row_size * itemsize};
+    }
+    return count;
+}
+
 // Attends to the tokens [start, end) of a request with the query of token `token`.
 template <class Dot, class A, class T>
 static void decode(const Attention& a, int64_t request, int64_t token, int64_t start, int64_t end,
                    const Partial& partial, float* scratch) {
-    int64_t D = a.D, group = a.H / a.G, width = Dot::width(D);
+    int64_t D = a.D, group = a.H / a.G, width = Dot::width(D), num_bands = bands_of(group);
     const A* q = (const A*)a.q + token * a.q_stride;
     const T *k = (const T*)a.k_cache, *v = (const T*)a.v_cache;
-    typename Dot::Query* queries = (typename Dot::Query*)scratch;
-    float *products = scratch + a.H * width, *shrink = products + group * TILE;
-    float* staging = scratch + round_up(a.H * width + group * (TILE + 1), 16);
-    for (int64_t h = 0; h < a.H; ++h) {
-        partial.rows[h] = Row{};
-        for (int64_t d = 0; d < width; d += W) {
-            vec x = d < D ? load_some(q + h * D + d, D - d) : vec{};
-            store(queries + h * width + d, x);
-            store(partial.acc + h * width + d, vec{});
+    DecodeScratch<Dot> s;
+    s.lay_out(a, scratch);
+    auto heads_of = [&](int64_t b) { return group - b * BAND < BAND ? group - b * BAND : BAND; };
+    int32_t cycles = 0;
+    for (int64_t g = 0; g < a.G; ++g) {
+        for (int64_t b = 0; b < num_bands; ++b) {
+            int64_t band = g * num_bands + b, heads = heads_of(b);
+            Dot::pack((const T*)nullptr, q + (g * group + b * BAND) * D, heads, D,
+                      s.queries + band * BAND * width);
+            s.bands[band].reset();
+            cycles += Dot::cycles((const T*)nullptr, heads, D) + CYCLES_TO_WEIGH;
         }
     }
+    memset(s.quads, 0, TILE * BAND * sizeof(float));
+    memset(partial.acc, 0, a.H * width * sizeof(float));
     TileRows rows;
     Slots slots = slots_of(a, request);
     Ahead ahead;
+    Ahead::Run runs[TILE];
     ahead.to_values = (const char*)v - (const char*)k;
-    ahead.slot_bytes = slots.row_size * sizeof(T);
-    // Of the time, weights take about a quarter, the others half of the rest.
-    int64_t lines = 256 * TILE * ((ahead.slot_bytes + 63) / 64) / a.H;
-    ahead.per_products = lines * 3 / 8 / (TILE / 16) + 1;
-    ahead.per_weights = lines / 4 + 1;
-    ahead.per_sums = lines * 3 / 8 / (TILE / 2 * ((D + 63) / 64)) + 1;
+    ahead.rate = 4096 * TILE * ((slots.row_size * (int64_t)sizeof(T) + 63) / 64) / cycles + 1;
     find_rows(slots, start, end, rows.next, rows.count_next);
     for (int64_t first = start; first < end; first += TILE) {
         rows.count = rows.count_next;
         memcpy(rows.here, rows.next, sizeof(rows.here));
         find_rows(slots, first + TILE, end, rows.next, rows.count_next);
-        const char* starts[TILE];
-        for (int64_t t = 0; t < rows.count_next; ++t) starts[t] = (const char*)(k + rows.next[t]);
-        ahead.start(starts, Dot::template converts<T>() ? 0 : rows.count_next);
+        ahead.start(runs, find_runs(rows, slots.row_size, sizeof(T), k, runs));
         for (int64_t g = 0; g < a.G; ++g) {
             Scores to_scores(a, g);
-            Dot::scores(queries + g * group * width, group, k, rows, g * D, D, products, staging,
-                        ahead);
-            for (int64_t h = 0; h < group; ++h) {
-                ahead.ask(ahead.per_weights);
-                float* row = products + h * TILE;
-                int64_t padded = round_up(rows.count, W);
-                for (int64_t t = rows.count; t < padded; ++t) row[t] = 0;
-                for (int64_t t = 0; t < padded; t += W) store(row + t, to_scores(load(row + t)));
-                for (int64_t t = rows.count; t < padded; ++t) row[t] = INFINITY_BELOW;
-                shrink[h] = to_weights(partial.rows[g * group + h], row, padded);
+            for (int64_t b = 0; b < num_bands; ++b) {
+                int64_t band = g * num_bands + b, heads = heads_of(b);
+                float* acc = partial.acc + (g * group + b * BAND) * width;
+                Dot::scores(s.queries + band * BAND * width, heads, k, rows, g * D, D, s.quads,
+                            ahead);
+                weigh(to_scores, rows.count, s.bands[band], s.quads, s.shrink, ahead);
+                Dot::accumulate(s.quads, s.shrink, heads, v, rows, g * D, D, acc, ahead);
             }
-            Dot::accumulate(products, shrink, group, v, rows, g * D, D,
-                            partial.acc + g * group * width, staging, ahead);
         }
+    }
+    for (int64_t h = 0; h < a.H; ++h) {
+        int64_t in_group = h % group;
+        const Band& band = s.bands[h / group * num_bands + in_group / BAND];
+        partial.rows[h] = band.row(in_group % BAND);
+        Dot::put_in_order((const T*)nullptr, D, partial.acc + h * width);
     }
 }
 

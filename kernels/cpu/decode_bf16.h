@@ -47,17 +47,39 @@ struct SideBySide {
 
 constexpr SideBySide SIDE_BY_SIDE;
 
+// Loads 64 bytes, or `count` and zeros behind them.
+template <bool WHOLE>
+static inline __m512i load_bytes(const void* from, int64_t count) {
+    if (WHOLE || count >= 64) return _mm512_loadu_si512(from);
+    return _mm512_maskz_loadu_epi8((1ull << count) - 1, from);
+}
+
+// Looks up the low and the high byte of each of 64 numbers.
+template <class T>
+__attribute__((always_inline)) static inline void look_up(const T* type, __m512i bytes, __m512i& low,
+                                                          __m512i& high) {
+    const Fp8Table& table = table_of(type);
+    low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), bytes,
+                                   _mm512_load_si512(table.low + 64));
+    high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), bytes,
+                                    _mm512_load_si512(table.high + 64));
+    // high | (bytes & 0x80)
+    high = _mm512_ternarylogic_epi32(high, bytes, _mm512_set1_epi8((char)0x80), 0xf8);
+}
+
+// Puts bytes together: the numbers of even places, then those of odd ones.
+__attribute__((always_inline)) static inline void put_together(__m512i low, __m512i high,
+                                                               __m512bh* x) {
+    const __m512i swap = _mm512_set4_epi32(0x0e0f0c0d, 0x0a0b0809, 0x06070405, 0x02030001);
+    x[0] = (__m512bh)_mm512_mask_shuffle_epi8(low, 0xaaaaaaaaaaaaaaaa, high, swap);
+    x[1] = (__m512bh)_mm512_mask_shuffle_epi8(high, 0x5555555555555555, low, swap);
+}
+
 // Converts at most 64 numbers: both bytes of each are looked up, and put together.
 template <class T>
 __attribute__((always_inline)) static inline void widen(const T* from, int64_t count, Bf16* to) {
-    __mmask64 mask = count >= 64 ? ~0ull : (1ull << count) - 1;
-    __m512i bytes = _mm512_maskz_loadu_epi8(mask, from);
-    const Fp8Table& table = table_of(from);
-    __m512i low = _mm512_permutex2var_epi8(_mm512_load_si512(table.low), bytes,
-                                           _mm512_load_si512(table.low + 64));
-    __m512i high = _mm512_permutex2var_epi8(_mm512_load_si512(table.high), bytes,
-                                            _mm512_load_si512(table.high + 64));
-    high = _mm512_or_si512(high, _mm512_and_si512(bytes, _mm512_set1_epi8((char)0x80)));
+    __m512i low, high;
+    look_up(from, load_bytes<false>(from, count), low, high);
     const SideBySide& order = SIDE_BY_SIDE;
     __m512i pairs = _mm512_permutex2var_epi8(low, _mm512_load_si512(order.first), high);
     _mm512_storeu_si512(to, pairs);
@@ -68,6 +90,7 @@ __attribute__((always_inline)) static inline void widen(const T* from, int64_t c
 
 #else
 
+// Converts at most 64 numbers.
 template <class T>
 static inline void widen(const T* from, int64_t count, Bf16* to) {
     for (int64_t d = 0; d < 64 && d < count; d += W) store(to + d, load_some(from + d, count - d));
@@ -79,215 +102,259 @@ static inline void widen(const T* from, int64_t count, Bf16* to) {
 struct DotBf16 {
     typedef Bf16 Query;
 
-    static int64_t width(int64_t D) { return round_up(D, 32); }
+    static int64_t width(int64_t D) { return round_up(D, 64); }
+
+    // What a tile's products and sums ask with, in all.
+    template <class T>
+    static int32_t cycles(const T*, int64_t heads, int64_t D) {
+        return TILE * (width(D) / 64 * (cycles_of_key<T>(heads) + cycles_of_pair<T>(heads) / 2) + 6);
+    }
+
+    // Of 64 dimensions of a key, and of a pair of values.
+    template <class T>
+    static constexpr int32_t cycles_of_key(int heads) { return heads * 2 + (sizeof(T) == 1 ? 6 : 0); }
 
     template <class T>
-    static constexpr bool converts() { return sizeof(T) == 1; }
-
-    static __m512bh pairs(const Bf16* p) { return (__m512bh)_mm512_loadu_si512(p); }
-
-    static __m512bh some_pairs(const Bf16* p, __mmask32 mask) {
-        return (__m512bh)_mm512_maskz_loadu_epi16(mask, p);
+    static constexpr int32_t cycles_of_pair(int heads) {
+        return heads * 4 + (sizeof(T) == 1 ? 14 : 4);
     }
 
-    static __mmask32 first_of(int64_t count) {
-        return count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1;
+    static __m512i some(const Bf16* p, int64_t count) {
+        __mmask32 mask = count >= 32 ? ~0u : count <= 0 ? 0 : (1u << count) - 1;
+        return _mm512_maskz_loadu_epi16(mask, p);
     }
 
-    // Returns rows of bf16: those of the cache, or converted ones in `staging`.
-    static const Bf16* rows_of(const Bf16* cache, const TileRows& rows, int64_t offset, int64_t,
-                               float*, int64_t* starts) {
-        for (int64_t t = 0; t < rows.count; ++t) starts[t] = rows.here[t] + offset;
-        return cache;
+    // Loads at most 64 dimensions of a key; zeros behind them.
+    template <bool WHOLE>
+    static void halves(const Bf16* p, int64_t count, __m512bh* x) {
+        x[0] = (__m512bh)(WHOLE ? _mm512_loadu_si512(p) : some(p, count));
+        x[1] = (__m512bh)(WHOLE ? _mm512_loadu_si512(p + 32) : some(p + 32, count - 32));
     }
 
+    // Of keys of 8 bits, those of even places come first: products do not mind.
+    template <bool WHOLE, class T>
+    static void halves(const T* p, int64_t count, __m512bh* x) {
+#ifdef __AVX512VBMI__
+        __m512i low, high;
+        look_up(p, load_bytes<WHOLE>(p, count), low, high);
+        put_together(low, high, x);
+#else
+        Bf16 wide[64];
+        widen(p, count, wide);
+        halves<WHOLE>(wide, count, x);
+#endif
+    }
+
+    // Copies the band's queries, [heads, D], to [D / 64, BAND, 64], in the order of `halves`.
     template <class T>
-    static const Bf16* rows_of(const T* cache, const TileRows& rows, int64_t offset, int64_t D,
-                               float* staging, int64_t* starts) {
-        Bf16* converted = (Bf16*)staging;
-        int64_t padded = width(D);
-        for (int64_t t = 0; t < rows.count; ++t) {
-            starts[t] = t * padded;
-            const T *row = cache + rows.here[t] + offset, *next = cache + rows.next[t] + offset;
-            for (int64_t d = 0; d < D; d += 64) {
-                prefetch(next + d);
-                widen(row + d, D - d, converted + starts[t] + d);
+    static void pack(const T* type, const Bf16* q, int64_t heads, int64_t D, Bf16* to) {
+        memset((void*)to, 0, BAND * width(D) * sizeof(Bf16));
+        for (int64_t h = 0; h < heads; ++h) {
+            for (int64_t d = 0; d < D; ++d) {
+                to[d / 64 * 64 * BAND + h * 64 + half_place(type, d % 64)] = q[h * D + d];
             }
         }
-        return converted;
     }
 
+    static int half_place(const Bf16*, int d) { return d; }
+
+    template <class T>
+    static int half_place(const T*, int d) {
+#ifdef __AVX512VBMI__
+        return d % 2 * 32 + d / 2;
+#else
+        return d;
+#endif
+    }
+
+    // quads[h, t] = q[h] . k[t]
     template <class T>
     static void scores(const Bf16* q, int64_t heads, const T* k, const TileRows& rows,
-                       int64_t offset, int64_t D, float* products, float* staging, Ahead& ahead) {
-        int64_t starts[TILE + 16];
-        const Bf16* keys = rows_of(k, rows, offset, D, staging, starts);
-        // Behind the last token its key stands again.
-        for (int64_t t = rows.count; t < TILE + 16; ++t) starts[t] = starts[rows.count - 1];
-        for (int64_t h = 0; h < heads;) {
-            const Bf16* query = q + h * width(D);
-            float* out = products + h * TILE;
-            int64_t step = heads - h >= 4 ? 4 : heads - h >= 2 ? 2 : 1;
-            if (step == 4) dot<4>(query, keys, starts, rows.count, D, out, ahead);
-            if (step == 2) dot<2>(query, keys, starts, rows.count, D, out, ahead);
-            if (step == 1) dot<1>(query, keys, starts, rows.count, D, out, ahead);
-            h += step;
-        }
+                       int64_t offset, int64_t D, float* quads, Ahead& ahead) {
+        if (D % 64) return dot<false>(q, heads, k + offset, rows, D, quads, ahead);
+        dot<true>(q, heads, k + offset, rows, D, quads, ahead);
     }
 
-    // Products of HEADS queries and 16 / HEADS keys at a time, in 16 registers.
-    template <int HEADS>
-    static void dot(const Bf16* query, const Bf16* keys, const int64_t* starts, int64_t count,
-                    int64_t D, float* products, Ahead& ahead) {
-        constexpr int TOKENS = 16 / HEADS;
-        int64_t padded = width(D), whole = D & ~31;
-        __mmask32 mask = first_of(D - whole);
+    template <bool WHOLE, class T>
+    static void dot(const Bf16* q, int64_t heads, const T* k, const TileRows& rows, int64_t D,
+                    float* quads, Ahead& ahead) {
+        if (heads == 4) dot<4, WHOLE>(q, k, rows, D, quads, ahead);
+        if (heads == 3) dot<3, WHOLE>(q, k, rows, D, quads, ahead);
+        if (heads == 2) dot<2, WHOLE>(q, k, rows, D, quads, ahead);
+        if (heads == 1) dot<1, WHOLE>(q, k, rows, D, quads, ahead);
+    }
+
+    // Products of HEADS queries and as many keys at a time as give 16 products.
+    template <int HEADS, bool WHOLE, class T>
+    __attribute__((noinline)) static void dot(const Bf16* q, const T* k, const TileRows& rows, int64_t D, float* quads,
+                    Ahead& ahead) {
+        constexpr int TOKENS = HEADS == 3 ? 4 : 16 / HEADS;
         Ahead ask = ahead;
-        for (int64_t t = 0; t < count; t += TOKENS) {
-            const Bf16* key[TOKENS];
-            for (int i = 0; i < TOKENS; ++i) key[i] = keys + starts[t + i];
+        for (int64_t t = 0; t < rows.count; t += TOKENS) {
+            const int64_t* here = rows.here + t;
             vec acc[16] = {};
-            ask.ask(ahead.per_products);
-            for (int64_t d = 0; d < whole; d += 32) {
-                __m512bh x[HEADS];
-#pragma GCC unroll 4
-                for (int h = 0; h < HEADS; ++h) x[h] = pairs(query + h * padded + d);
+            for (int64_t d = 0; d < D; d += 64) {
+                ask.ask(TOKENS * cycles_of_key<T>(HEADS));
 #pragma GCC unroll 16
-                for (int i = 0; i < TOKENS; ++i) {
-                    __m512bh y = pairs(key[i] + d);
+                for (int j = 0; j < TOKENS; ++j) {
+                    __m512bh x[2];
+                    halves<WHOLE>(k + here[j] + d, D - d, x);
 #pragma GCC unroll 4
-                    for (int h = 0; h < HEADS; ++h) {
-                        vec& sum = acc[h * TOKENS + i];
-                        sum = (vec)_mm512_dpbf16_ps((__m512)sum, x[h], y);
+                    for (int i = 0; i < HEADS; ++i) {
+                        const Bf16* query = q + d * BAND + i * 64;
+                        __m512 sum = (__m512)acc[i * TOKENS + j];
+                        sum = _mm512_dpbf16_ps(sum, x[0], (__m512bh)_mm512_loadu_si512(query));
+                        sum = _mm512_dpbf16_ps(sum, x[1], (__m512bh)_mm512_loadu_si512(query + 32));
+                        acc[i * TOKENS + j] = (vec)sum;
                     }
                 }
             }
-            if (mask) {
-#pragma GCC unroll 16
-                for (int i = 0; i < TOKENS; ++i) {
-                    __m512bh y = some_pairs(key[i] + whole, mask);
-#pragma GCC unroll 4
-                    for (int h = 0; h < HEADS; ++h) {
-                        __m512bh x = pairs(query + h * padded + whole);
-                        vec& sum = acc[h * TOKENS + i];
-                        sum = (vec)_mm512_dpbf16_ps((__m512)sum, x, y);
-                    }
-                }
-            }
-            float found[16];
-            store(found, sums(acc));
-            for (int h = 0; h < HEADS; ++h) {
-                memcpy(products + h * TILE + t, found + h * TOKENS, TOKENS * sizeof(float));
-            }
+            ask.ask(TOKENS * 6);
+            store_quads<HEADS, TOKENS>(acc, t, quads);
         }
         ahead = ask;
     }
 
+    // acc[h] = acc[h] * shrink[h] + sum of weights[h, t] * v[t], in the order of `Pair`.
     template <class T>
     static void accumulate(const float* weights, const float* shrink, int64_t heads, const T* v,
-                           const TileRows& rows, int64_t offset, int64_t D, float* acc,
-                           float* staging, Ahead& ahead) {
-        int64_t starts[TILE];
-        const Bf16* values = rows_of(v, rows, offset, D, staging, starts);
-        Bf16* rounded = (Bf16*)(staging + TILE * width(D) / 2);
-        for (int64_t h = 0; h < heads; ++h) {
-            for (int64_t t = 0; t < rows.count; t += W) {
-                store(rounded + h * TILE + t, load(weights + h * TILE + t));
-            }
+                           const TileRows& rows, int64_t offset, int64_t D, float* acc, Ahead& ahead) {
+        alignas(64) Bf16 rounded[TILE * BAND];
+        for (int64_t i = 0; i < (rows.count + 3) / 4 * QUAD; i += W) {
+            __m256bh few = _mm512_cvtneps_pbh(_mm512_loadu_ps(weights + i));
+            memcpy((void*)(rounded + i), &few, sizeof(few));
         }
-        for (int64_t h = 0; h < heads;) {
-            int64_t step = heads - h >= 4 ? 4 : heads - h;
-            for (int64_t d = 0; d < D; d += 64) {
-                Block block{rounded + h * TILE, shrink + h, values + d, starts, rows.count,
-                            acc + h * width(D) + d, width(D), D - d,
-                            ahead};
-                if (step == 4) block.run<4>();
-                if (step == 3) block.run<3>();
-                if (step == 2) block.run<2>();
-                if (step == 1) block.run<1>();
-            }
-            h += step;
+        for (int64_t d = 0; d < D; d += 64) {
+            Block<T> block{rounded, shrink, v + offset + d, rows, acc + d, width(D), D - d, ahead};
+            if (heads == 4) block.template run<4>();
+            if (heads == 3) block.template run<3>();
+            if (heads == 2) block.template run<2>();
+            if (heads == 1) block.template run<1>();
         }
     }
 
-    // At most 64 dimensions of some heads, the tokens two at a time. Behind the last token stands
-    // a weight of 0.
+    // 64 dimensions of the values of two tokens, side by side in pairs. Whatever order of dimensions
+    // is cheapest will do, as long as sums end up in their own: interleaving within lanes of 128 bits.
+    template <bool WHOLE>
+    static void pair(const Bf16* a, const Bf16* b, int64_t count, __m512bh* x) {
+        __m512bh first[2], second[2];
+        halves<WHOLE>(a, count, first);
+        halves<WHOLE>(b, count, second);
+        for (int i = 0; i < 2; ++i) {
+            x[2 * i] = (__m512bh)_mm512_unpacklo_epi16((__m512i)first[i], (__m512i)second[i]);
+            x[2 * i + 1] = (__m512bh)_mm512_unpackhi_epi16((__m512i)first[i], (__m512i)second[i]);
+        }
+    }
+
+    // Element i of vector j of `pair` is this dimension of the 64.
+    static int place(const Bf16*, int j, int i) { return j / 2 * 32 + i / 4 * 8 + j % 2 * 4 + i % 4; }
+
+    template <bool WHOLE, class T>
+    static void pair(const T* a, const T* b, int64_t count, __m512bh* x) {
+#ifdef __AVX512VBMI__
+        __m512i first = load_bytes<WHOLE>(a, count), second = load_bytes<WHOLE>(b, count);
+        for (int i = 0; i < 2; ++i) {
+            // Of 32 bits two bytes are the first token's, and two the second's.
+            __m512i bytes = i ? _mm512_unpackhi_epi16(first, second)
+                              : _mm512_unpacklo_epi16(first, second);
+            __m512i low, high;
+            look_up(a, bytes, low, high);
+            put_together(low, high, x + 2 * i);
+        }
+#else
+        Bf16 wide[2][64];
+        widen(a, count, wide[0]);
+        widen(b, count, wide[1]);
+        pair<WHOLE>(wide[0], wide[1], count, x);
+#endif
+    }
+
+    template <class T>
+    static int place(const T*, int j, int i) {
+#ifdef __AVX512VBMI__
+        return i / 4 * 16 + j / 2 * 8 + i % 4 * 2 + j % 2;
+#else
+        return place((const Bf16*)nullptr, j, i);
+#endif
+    }
+
+    template <class T>
+    static void put_in_order(const T* type, int64_t D, float* acc) {
+        for (int64_t d = 0; d < D; d += 64) {
+            float mixed[64];
+            memcpy(mixed, acc + d, sizeof(mixed));
+            for (int j = 0; j < 4; ++j) {
+                for (int i = 0; i < 16; ++i) acc[d + place(type, j, i)] = mixed[j * 16 + i];
+            }
+        }
+    }
+
+    // At most 64 dimensions of the band's heads, the tokens two at a time. Behind the last token
+    // stands a weight of 0.
+    template <class T>
     struct Block {
         const Bf16* weights;
         const float* shrink;
-        const Bf16* values;
-        const int64_t* starts;
-        int64_t count;
+        const T* values;
+        const TileRows& rows;
         float* acc;
         int64_t padded, left;
         Ahead& ahead;
 
-        template <int HEADS>
-        void run() const {
-            if (left >= 64) return run<HEADS, 4, false>();
-            if (left > 32) return run<HEADS, 4, true>();
-            run<HEADS, 2, true>();
+        // Behind the last of an odd number of tokens are zeros: its own infinity would be NaN there.
+        template <bool WHOLE>
+        __attribute__((always_inline)) void pair_at(int64_t t, __m512bh* x) const {
+            static const T nothing[64] = {};
+            int64_t last = rows.count - 1;
+            const T* a = values + rows.here[t < last ? t : last];
+            const T* b = t < last ? values + rows.here[t + 1] : nothing;
+            pair<WHOLE>(a, b, left, x);
         }
 
-        template <int HEADS, int VECS, bool MASKED>
+        template <int HEADS>
         void run() const {
-            const __m512i take_low = interleaving(0), take_high = interleaving(16);
-            const __mmask32 low = first_of(left), high = first_of(left - 32);
-            __m512 sums[HEADS][VECS];
+            if (left < 64) return run<HEADS, false>();
+            run<HEADS, true>();
+        }
+
+        template <int HEADS, bool WHOLE>
+        __attribute__((noinline)) void run() const {
+            __m512 sums[HEADS][4];
 #pragma GCC unroll 4
             for (int i = 0; i < HEADS; ++i) {
 #pragma GCC unroll 4
-                for (int j = 0; j < VECS; ++j) {
-                    sums[i][j] = _mm512_loadu_ps(acc + i * padded + j * 16) * shrink[i];
+                for (int j = 0; j < 4; ++j) {
+                    sums[i][j] = _mm512_loadu_ps(acc + i * padded + j * 16) * shrink[4 * i];
                 }
             }
             Ahead ask = ahead;
-            int32_t per = ahead.per_sums * HEADS;
-            for (int64_t t = 0; t < count; t += 2) {
-                const Bf16 *a = values + starts[t], *b = values + starts[t + 1 < count ? t + 1 : t];
-                ask.ask(per);
-                __m512bh x[VECS];
-#pragma GCC unroll 2
-                for (int j = 0; j < VECS / 2; ++j) {
-                    __m512i first, second;
-                    if (MASKED) {
-                        first = (__m512i)some_pairs(a + 32 * j, j ? high : low);
-                        second = (__m512i)some_pairs(b + 32 * j, j ? high : low);
-                    } else {
-                        first = (__m512i)pairs(a + 32 * j);
-                        second = (__m512i)pairs(b + 32 * j);
-                    }
-                    x[2 * j] = (__m512bh)_mm512_permutex2var_epi16(first, take_low, second);
-                    x[2 * j + 1] = (__m512bh)_mm512_permutex2var_epi16(first, take_high, second);
-                }
+            __m512bh x[4], next[4];
+            pair_at<WHOLE>(0, x);
+            for (int64_t t = 0; t < rows.count; t += 2) {
+                ask.ask(cycles_of_pair<T>(HEADS));
+                // One pair ahead: converting takes longer than what waits for it.
+                pair_at<WHOLE>(t + 2, next);
 #pragma GCC unroll 4
                 for (int i = 0; i < HEADS; ++i) {
                     int32_t both;
-                    memcpy(&both, weights + i * TILE + t, sizeof(both));
-                    // The last of an odd number of tokens stands in both places.
-                    __m512bh pair = (__m512bh)_mm512_set1_epi32(both);
+                    memcpy(&both, weights + quad_at(i, t), sizeof(both));
+                    __m512bh weight = (__m512bh)_mm512_set1_epi32(both);
 #pragma GCC unroll 4
-                    for (int j = 0; j < VECS; ++j) {
-                        sums[i][j] = _mm512_dpbf16_ps(sums[i][j], pair, x[j]);
+                    for (int j = 0; j < 4; ++j) {
+                        sums[i][j] = _mm512_dpbf16_ps(sums[i][j], weight, x[j]);
                     }
                 }
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j) x[j] = next[j];
             }
             ahead = ask;
 #pragma GCC unroll 4
             for (int i = 0; i < HEADS; ++i) {
 #pragma GCC unroll 4
-                for (int j = 0; j < VECS; ++j) {
+                for (int j = 0; j < 4; ++j) {
                     _mm512_storeu_ps(acc + i * padded + j * 16, sums[i][j]);
                 }
             }
         }
     };
-
-    // Indices that take 16 elements of each source in turn, from `first` on.
-    static __m512i interleaving(int first) {
-        __m512i index = _mm512_set1_epi32(32 << 16);
-        __m512i count = _mm512_add_epi32(_mm512_set1_epi32(first), _mm512_setr_epi32(
-            0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
-        return _mm512_add_epi32(index, _mm512_or_si512(count, _mm512_slli_epi32(count, 16)));
-    }
 };

@@ -31,6 +31,7 @@ struct DecoderLayer {
 struct Decoder {
     const DecoderLayer* layers;  // [num_layers]
     void* const* caches;         // [2 * num_layers]: keys and values, layer by layer
+    const float* const* scales;  // likewise of an fp8 cache, or null
     const void* last_norm;       // [E]
     void* hidden;                // [T, E], overwritten
     void* out;                   // [T, E]
@@ -71,6 +72,10 @@ static int decode_layers(const Decoder& a) {
         if (int status = layer.qkv(a.normed, a.E, T, a.qkv, threads)) return status;
         attention.k_cache = rotary.k_cache = a.caches[2 * i];
         attention.v_cache = rotary.v_cache = a.caches[2 * i + 1];
+        if (a.scales) {
+            attention.k_scale = rotary.k_scale = a.scales[2 * i];
+            attention.v_scale = rotary.v_scale = a.scales[2 * i + 1];
+        }
         if (int status = pagemill_rotary(&rotary)) return status;
         if (int status = pagemill_attention(&attention)) return status;
         if (int status = layer.output(a.mixed, heads, T, a.added, threads)) return status;

@@ -112,7 +112,7 @@ void attend(const Attention& a) {
     Work work = plan(a);
     int64_t width = Dot::width(a.D), num_items = work.prefills.size() + work.decodes.size();
     int64_t num_threads = useful_threads(a, work, sizeof(T));
-    int64_t scratch_size = round_up(decode_scratch<Dot>(a) + a.H * width + 2 * a.H, 16);
+    int64_t scratch_size = round_up(DecodeScratch<Dot>().lay_out(a, nullptr) + a.H * width + 2 * a.H, 16);
     if (!work.prefills.empty()) {
         PrefillScratch<P> layout;
         scratch_size = std::max(scratch_size, layout.lay_out(a, nullptr));

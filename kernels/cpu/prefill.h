@@ -4,7 +4,7 @@
 
 #include "attention.h"
 
-constexpr int64_t KEYS = 64;    // of one tile
+constexpr int64_t KEYS = 128;   // of one tile
 constexpr int64_t ROWS = 192;   // of one tile, if the group of heads divides it
 
 // A matrix [depth, columns] is packed in panels of VECS vectors (the last may be narrower), within
@@ -65,14 +65,18 @@ static inline void strip(const typename P::Element* a, int64_t a_width,
     }
 }
 
-// The same for whole matrices: a [rows, depth], b packed [depth, columns], c [rows, width].
-template <class P>
+// The same for whole matrices: a [rows, depth], b packed [depth, columns], c [rows, width]. For the
+// strip that ends before a row, `columns_of` and `depth_of` say how much of them it needs.
+template <class P, class Columns, class Depth>
 static void multiply(const typename P::Element* a, int64_t a_width, int64_t rows,
-                     const typename P::Element* b, int64_t b_depth, int64_t depth,
-                     const float* factors, float* c, int64_t columns, int64_t width) {
+                     const typename P::Element* b, int64_t b_depth, const Depth& depth_of,
+                     const float* factors, float* c, int64_t columns, const Columns& columns_of,
+                     int64_t width) {
     for (int64_t column = 0; column < columns; column += P::VECS * W) {
         const typename P::Element* panel = b + column * b_depth;
         for (int64_t row = 0; row < rows; row += P::STRIP) {
+            if (column >= columns_of(row + P::STRIP)) continue;
+            int64_t depth = depth_of(row + P::STRIP);
             const typename P::Element* strip_a = a + row * a_width;
             const float* factor = factors ? factors + row : nullptr;
             float* strip_c = c + row * width + column;
@@ -179,9 +183,10 @@ static void pack_keys(const T* cache, const int64_t* rows, int64_t count, int64_
 template <class P, class T>
 static void pack_values(const T* cache, const int64_t* rows, int64_t count, int64_t D,
                         int64_t width, float* packed, float*) {
-    for (int64_t d = 0; d < width; d += W) {
-        int64_t stride, at = packed_at<P>(d, width, KEYS, stride);
-        for (int64_t t = 0; t < count; ++t) {
+    // Row by row, as they lie in memory.
+    for (int64_t t = 0; t < count; ++t) {
+        for (int64_t d = 0; d < width; d += W) {
+            int64_t stride, at = packed_at<P>(d, width, KEYS, stride);
             vec x = d < D ? load_some(cache + rows[t] + d, D - d) : vec{};
             store(packed + at + t * stride, x);
         }
@@ -252,10 +257,12 @@ struct PrefillScratch {
     }
 };
 
-// Turns the scores of all rows over the keys [key, key + count) into weights.
-template <class P>
+// Turns the scores of all rows over the keys [key, key + count) into weights. After each row a share
+// of what comes next is asked for.
+template <class P, class Ask>
 static void weigh(const Attention& a, const Scores& to_scores, const PrefillItem& item,
-                  int64_t num_cached, int64_t key, int64_t count, PrefillScratch<P>& s) {
+                  int64_t num_cached, int64_t key, int64_t count, PrefillScratch<P>& s,
+                  const Ask& ask) {
     int64_t group = a.H / a.G, padded = round_up(count, W);
     ivec lane;
     for (int i = 0; i < W; ++i) lane[i] = i;
@@ -270,6 +277,7 @@ static void weigh(const Attention& a, const Scores& to_scores, const PrefillItem
             memset((void*)(s.weights + r * KEYS), 0, KEYS * sizeof(typename P::Element));
             continue;
         }
+        ask(r);
         bool whole = low == 0 && high == padded;
         for (int64_t t = 0; t < padded; t += W) {
             vec x = to_scores(load(row + t));
@@ -311,18 +319,40 @@ static void prefill(const Attention& a, const PrefillItem& item, float* base) {
     }
     Scores to_scores(a, g);
     Slots slots = slots_of(a, item.request);
-    int64_t at[KEYS];
-    for (int64_t key = begin; key < end; key += KEYS) {
+    const T *k = (const T*)a.k_cache, *v = (const T*)a.v_cache;
+    int64_t at[KEYS], next[KEYS];
+    auto find = [&](int64_t key, int64_t* rows) {
         int64_t count = end - key < KEYS ? end - key : KEYS;
-        for (int64_t t = 0; t < count; ++t) at[t] = slots[key + t] + g * D;
+        for (int64_t t = 0; t < count; ++t) rows[t] = slots[key + t] + g * D;
+        return count > 0 ? count : 0;
+    };
+    int64_t count = find(begin, next), count_next;
+    for (int64_t key = begin; key < end; key += KEYS, count = count_next) {
+        memcpy(at, next, sizeof(at));
+        count_next = find(key + KEYS, next);
         int64_t columns = round_up(count, W);
-        pack_keys<P>((const T*)a.k_cache, at, count, columns, D, s.keys, s.staging);
-        pack_values<P>((const T*)a.v_cache, at, count, D, s.width, s.values, s.staging);
-        multiply<P>(s.queries, query_width, padded_rows, s.keys, D, D, nullptr, s.scores, columns,
-                    KEYS);
-        weigh<P>(a, to_scores, item, num_cached, key, count, s);
-        multiply<P>(s.weights, KEYS, padded_rows, s.values, KEYS, round_up(count, P::DEPTH),
-                    s.factors, s.acc, s.width, s.width);
+        pack_keys<P>(k, at, count, columns, D, s.keys, s.staging);
+        pack_values<P>(v, at, count, D, s.width, s.values, s.staging);
+        // How many of these keys are seen by the rows before `row`.
+        auto seen = [&](int64_t row) {
+            int64_t last = (row < num_rows ? row : num_rows) - 1;
+            int64_t keys = num_cached + item.first + last / group + 1 - key;
+            return keys < 0 ? 0 : keys < count ? keys : count;
+        };
+        multiply<P>(s.queries, query_width, padded_rows, s.keys, D, [&](int64_t) { return D; },
+                    nullptr, s.scores, columns, seen, KEYS);
+        // The next keys lie far apart: no processor guesses where.
+        weigh<P>(a, to_scores, item, num_cached, key, count, s, [&](int64_t row) {
+            for (int64_t t = row * count_next / num_rows; t < (row + 1) * count_next / num_rows; ++t) {
+                for (int64_t byte = 0; byte < D * (int64_t)sizeof(T); byte += 64) {
+                    prefetch((const char*)(k + next[t]) + byte);
+                    prefetch((const char*)(v + next[t]) + byte);
+                }
+            }
+        });
+        multiply<P>(s.weights, KEYS, padded_rows, s.values, KEYS,
+                    [&](int64_t row) { return round_up(seen(row), P::DEPTH); }, s.factors, s.acc,
+                    s.width, [&](int64_t) { return s.width; }, s.width);
     }
     for (int64_t r = 0; r < num_rows; ++r) {
         int64_t token = start + item.first + r / group, head = g * group + r % group;

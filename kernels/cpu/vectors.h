@@ -122,6 +122,21 @@ static inline int32_t sum_of(ivec x) {
 #endif
 }
 
+// The largest of elements 4 * n to 4 * n + 3, in all four of them. Of NaN there is no saying.
+static inline vec largest_of_fours(vec x) {
+#ifdef WIDE
+    __m512 y = _mm512_max_ps((__m512)x, _mm512_permute_ps((__m512)x, 0x4e));
+    return (vec)_mm512_max_ps(y, _mm512_permute_ps(y, 0xb1));
+#else
+    for (int step = 1; step <= 2; ++step) {
+        vec other;
+        for (int i = 0; i < W; ++i) other[i] = x[i ^ step];
+        x = larger(x, other);
+    }
+    return x;
+#endif
+}
+
 // --- to fp32 ---
 
 static inline vec from_half(hvec bits) {
@@ -256,10 +271,18 @@ static inline void store_some(T* p, vec x, int64_t count) {
 
 // 2 ** x within two units in the last place; 0 below 2 ** -126, 2 ** 126 at most.
 static inline vec exp2(vec x) {
+#ifdef WIDE
+    // Of NaN and a number, these take the second.
+    __m512 inside = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);
+    inside = _mm512_min_ps(_mm512_set1_ps(126.0f), inside);
+    vec whole = (vec)_mm512_roundscale_ps(inside, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    vec part = (vec)inside - whole;
+#else
     vec inside = pick(x < splat(-126.0f), splat(-126.0f), x);
     inside = pick(inside > splat(126.0f), splat(126.0f), inside);
     vec whole = (inside + splat(12582912.0f)) - splat(12582912.0f);
     vec part = inside - whole;
+#endif
     vec power = splat(1.5403530394e-4f);
     power = power * part + splat(1.3333558147e-3f);
     power = power * part + splat(9.6181291076e-3f);
@@ -267,11 +290,16 @@ static inline vec exp2(vec x) {
     power = power * part + splat(2.4022650696e-1f);
     power = power * part + splat(6.9314718056e-1f);
     power = power * part + splat(1.0f);
+#ifdef WIDE
+    __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    return (vec)_mm512_maskz_scalef_ps(there, (__m512)power, (__m512)whole);
+#else
     ivec exponent = __builtin_convertvector(whole, ivec) << 23;
     vec result = (vec)((ivec)power + exponent);
     // Of NaN the exponent is nonsense, and may have made a number of it.
     result = pick(x == x, result, x);
     return pick(x < splat(-126.0f), vec{}, result);
+#endif
 }
 
 static inline vec tanh(vec x) {

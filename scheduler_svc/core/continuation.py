@@ -30,6 +30,8 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
         count *= known < rows.limit
         if len(paused):
             count[paused] = 0
+        if len(draft.held):
+            count[draft.held] = 0
         num_tokens = int(count.sum())
         if num_tokens > draft.budget:
             _cut(count, rows.order, draft.budget)
@@ -43,7 +45,7 @@ def continue_running(state: SchedulerState, draft: StepDraft, pool: BlockPool, n
         num_needed = int(needed.sum())
         if (num_needed + len(due)) * num_groups <= pool.num_free:
             copy_tails(rows, draft, pool, due)
-            _grow(rows, draft, growing, needed, pool.allocate(num_needed * num_groups), num_groups)
+            grow(rows, draft, growing, needed, pool.allocate(num_needed * num_groups), num_groups)
             break
         victim = state.choose_victim(preemptible(state, rows.running), rows, pool, block_size)
         [cost] = state.choose_victim.costs([victim], rows, pool, block_size)
@@ -105,7 +107,7 @@ def _cut(count: Int32Array, order: IndexArray, budget: int) -> None:
     count[order] = np.clip(budget - before, 0, wanted)
 
 
-def _grow(
+def grow(
     rows: Rows,
     draft: StepDraft,
     growing: IndexArray,

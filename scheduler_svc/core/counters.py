@@ -30,6 +30,12 @@ class Counters:
     preemptions: int = 0
     """Requests that lost their blocks, each time."""
 
+    draft_tokens: int = 0
+    """Tokens drafted and verified."""
+
+    accepted_draft_tokens: int = 0
+    """Of these, tokens that the model said."""
+
     recomputed_tokens: int = 0
     """Tokens computed a second time after preemptions."""
 

@@ -20,10 +20,11 @@ def preempt(
         request = root
     else:
         row = state.rows.row_of(request)
+        generation = int(state.rows.generation[row])
         if keep_in_flight and root.beam is None:
-            generation = int(state.rows.generation[row])
             request.num_pending_tokens = state.journal.adopt(request, row, generation)
-        request.computed_before_preemption = int(state.rows.num_computed[row])
+        num_drafted = state.journal.num_drafted(row, generation)
+        request.computed_before_preemption = int(state.rows.num_computed[row]) - num_drafted
         _leave_row(state, request)
     request.preemption_times_ns.append(now_ns)
     state.counters.preemptions += 1

@@ -55,6 +55,9 @@ class FlyingStep:
     pooled: dict[int, Request] = field(default_factory=dict)
     """Rows that get a vector in place of a token, and their owners."""
 
+    drafts: dict[int, Int32Array] = field(default_factory=dict)
+    """Rows that verify drafted tokens, and these."""
+
     orphans: dict[int, Request] = field(default_factory=dict)
     """Preempted requests that still get what their old row samples here."""
 
@@ -129,6 +132,14 @@ class Journal:
                 samples = bool(step.samples[np.searchsorted(step.rows, row)])
                 pending += samples or row in step.families or row in step.pooled
         return pending
+
+    def num_drafted(self, row: int, generation: int) -> int:
+        """Return how many tokens a request's row runs that were drafted."""
+        return sum(
+            len(step.drafts[row])
+            for step in self._steps
+            if row in step.drafts and step.ran_for(row, generation)
+        )
 
     def clear(self) -> list[BlockId]:
         """Forget every step; return the blocks whose names rested on them."""

@@ -45,6 +45,9 @@ class Limits:
     max_pass_ns: int = 1_000_000_000
     """How long others may pass it."""
 
+    num_draft_tokens: int = 0
+    """Most tokens that a row drafts for a step to verify. 0: none do."""
+
     @property
     def max_row_tokens(self) -> int:
         """Most tokens of one request in a step."""

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
+from scheduler_svc.core.told import PromptTable
+
 
 class Pooling(IntEnum):
     """Which hidden states make a pooled vector; numbered as in the protocol."""
@@ -35,9 +37,9 @@ class Reports:
     pooling: Pooling | None = None
     """A vector is wanted; nothing is drawn."""
 
-    def asks(self, *, prompt_is_told: bool) -> int:
-        """Return the bits of `Asks` for a row, whose prompt may have been told of before."""
-        asks = 0
+    def asks(self, table: PromptTable | None) -> int:
+        """Return the bits of `Asks` for a row, of whose prompt so much has been told."""
+        asks, prompt_is_told = 0, table is not None and table.is_complete
         if self.logprobs is not None:
             asks |= Asks.LOGPROBS
         if self.prompt_logprobs is not None and not prompt_is_told:

@@ -6,6 +6,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from scheduler_svc.core.block_hash import NO_EXTRA_KEYS, BlockHash, ExtraKeys
+from scheduler_svc.core.draft_record import DraftRecord
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.told import PromptTable, Vector
@@ -182,6 +183,7 @@ class Request:
         "blocks",
         "computed_before_preemption",
         "deadline_ns",
+        "drafts",
         "error",
         "extra",
         "finish_reason",
@@ -306,6 +308,8 @@ class Request:
         # Facts for the account.
         self.num_cached_tokens = self.num_recomputed_tokens = 0
         self.preemption_times_ns: list[int] = []
+        self.drafts: DraftRecord | None = None
+        """How its drafts have done, if it had any."""
         self.first_scheduled_ns: int | None = None
         self.first_token_ns: int | None = None
         self.finished_ns: int | None = None
@@ -329,12 +333,6 @@ class Request:
     def num_samples(self) -> int:
         """Tokens that its row draws when it next samples: one for each member to be forked."""
         return self.num_sequences if self.awaits_fork else 1
-
-    @property
-    def asks(self) -> int:
-        """What its row is asked for, as bits of `Asks`."""
-        table = self.prompt_table
-        return self.reports.asks(prompt_is_told=table is not None and table.is_complete)
 
     @property
     def root(self) -> "Request":

@@ -5,6 +5,7 @@ import numpy as np
 from scheduler_svc.core.asked import check_told, keep_prompt_parts, keep_vectors, told_tokens
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end, preempt
+from scheduler_svc.core.draft_results import DraftTokens, apply_drafts, split_drafts
 from scheduler_svc.core.ending import note_stop_id, reason_to_end
 from scheduler_svc.core.family_results import FamilyTokens, apply_families, split_result
 from scheduler_svc.core.free_block_queue import NULL_BLOCK, BlockId
@@ -24,11 +25,12 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
         raise ValueError(f"result of step {result.step_id} came before any worker")
     failed = {row for row, _ in result.row_errors}
     families: list[FamilyTokens] = []
+    verified: list[DraftTokens] = []
     oldest, whole = state.journal.oldest, result
     if oldest is not None and oldest.step_id == result.step_id:
-        check_told(oldest, result, failed)
-        if oldest.families:
-            result, families = split_result(oldest, result, failed)
+        whole, verified = split_drafts(oldest, result, failed) if oldest.drafts else (result, [])
+        check_told(oldest, whole, failed)
+        result, families = split_result(oldest, whole, failed) if oldest.families else (whole, [])
     step = _take_step(state, result, failed)
     state.counters.steps += 1
     outcome = StepOutcome(step.step_id, [], [], [])
@@ -49,6 +51,8 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
         _append(state, rows, sampled, step.step_id, pool, now_ns, outcome)
     if families:
         apply_families(state, step, families, pool, now_ns, outcome)
+    if verified:
+        apply_drafts(state, step, verified, pool, now_ns, outcome)
     if step.pooled:
         keep_vectors(state, step, whole, now_ns, outcome)
     return outcome

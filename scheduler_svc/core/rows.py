@@ -163,7 +163,7 @@ class Rows:
         self.num_published[row] = 0
         self.limit[row] = request.limit
         self.account[row] = request.account or 0
-        self.asks[row] = request.asks
+        self.asks[row] = request.reports.asks(request.prompt_table)
         self.first_stop[row] = request.num_prompt_tokens + request.stopping.min_output_tokens
         self._set_stop_ids(row, request.stopping.eos_token_ids | request.stopping.stop_token_ids)
         self._seat(request, row)

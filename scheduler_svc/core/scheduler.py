@@ -10,6 +10,7 @@ from scheduler_svc.core.consistency import check_state
 from scheduler_svc.core.continuation import continue_running
 from scheduler_svc.core.counters import Counters
 from scheduler_svc.core.departure import end, preempt
+from scheduler_svc.core.drafting import add_drafts, rows_to_hold
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
     InvalidRequestError,
@@ -280,7 +281,11 @@ class Scheduler:
         draft = StepDraft(budget=state.limits.max_num_batched_tokens)
         if state.beams:
             wake_lanes(state)
+        if state.limits.num_draft_tokens:
+            draft.held = rows_to_hold(state, pool)
         continue_running(state, draft, pool, now_ns)
+        if state.limits.num_draft_tokens:
+            add_drafts(state, draft, pool)
         if not (draft.num_preempted or draft.num_paused) or not draft.has_rows:
             admit_waiting(state, draft, pool, now_ns)
         if not draft.has_rows:

@@ -7,6 +7,7 @@ import numpy as np
 from scheduler_svc.core.asked import note_asked
 from scheduler_svc.core.beam_search import num_candidates
 from scheduler_svc.core.block_pool import BlockPool
+from scheduler_svc.core.drafting import expect_drafts, note_drafts
 from scheduler_svc.core.family_results import note_families
 from scheduler_svc.core.forks import forked_rows
 from scheduler_svc.core.journal import FlyingStep
@@ -30,12 +31,16 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
         count[row.row] = row.num_new_tokens
     rows.num_last_new = count
     ran = count.nonzero()[0]
+    if draft.drafts:
+        expect_drafts(rows, draft.drafts)
     samples = (rows.num_computed == rows.num_tokens + rows.num_pending) & (count > 0)
     rows.num_pending += samples
     step = FlyingStep(state.next_step_id, ran, rows.generation[ran], samples[ran])
     step.published += draft.published
     if np.count_nonzero(rows.asks):
         note_asked(state, step)
+    if draft.drafts:
+        note_drafts(rows, draft.drafts, step)
     if state.families:
         note_families(state, step)
     forked = forked_rows(state, draft) if state.pending_forks or draft.cuts else ()
@@ -51,7 +56,7 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
         forked=forked,
         exceptions=exceptions,
         admitted_rows=admitted,
-        serial_rows=list(step.families),
+        serial_rows=[*step.families, *step.drafts],
     )
     state.released_rows.clear()
     state.reset = False
@@ -71,7 +76,7 @@ def _describe(
     state: SchedulerState, request: Request, num_new: int, num_groups: int
 ) -> AdmittedRow:
     beam, reports, stopping = request.root.beam, request.reports, request.stopping
-    asks_prompt = request.asks & Asks.PROMPT
+    asks_prompt = reports.asks(request.prompt_table) & Asks.PROMPT
     held_back = stopping.min_output_tokens > 0
     tables = np.array(request.blocks, dtype=np.int32).reshape(-1, num_groups)
     return AdmittedRow(

@@ -10,7 +10,9 @@ from scheduler_svc.core.step_plan import (
     EMPTY,
     AdmittedRow,
     AppendedBlocks,
+    Draft,
     ForkedRow,
+    IndexArray,
     Int32Array,
     StepPlan,
 )
@@ -50,6 +52,12 @@ class StepDraft:
     published: list[tuple[int, BlockId]] = field(default_factory=list)
     """Rows admitted in this step, and the blocks they fill that were named for it."""
 
+    drafts: dict[int, Int32Array] = field(default_factory=dict)
+    """Tokens that rows verify behind their last known one. `num_new` counts them."""
+
+    held: IndexArray = field(default_factory=lambda: np.zeros(0, dtype=np.intp))
+    """Rows that wait for their token in flight, to draft behind it."""
+
     num_preempted: int = 0
     """Requests that lost their blocks for this step."""
 
@@ -68,6 +76,7 @@ class StepDraft:
         self.num_new[row] = 0
         self.copies.pop(row, None)
         self.cuts.pop(row, None)
+        self.drafts.pop(row, None)
         if row in self.appended_rows:
             kept = [other != row for other in self.appended_rows]
             num_groups = len(self.appended_blocks) // len(kept)
@@ -135,5 +144,6 @@ class StepDraft:
             num_rows=num_rows,
             num_tokens=self.num_tokens,
             num_preempted=self.num_preempted,
+            drafts=tuple(Draft(row, self.drafts[row]) for row in sorted(self.drafts)),
             serial_rows=np.array(serial_rows, dtype=np.int32) if serial_rows else EMPTY,
         )

@@ -112,6 +112,18 @@ class AppendedBlocks:
 
 
 @dataclass(frozen=True, slots=True)
+class Draft:
+    """Tokens that may follow a row's known ones, for the step to verify."""
+
+    row: int
+
+    tokens: Int32Array
+    """[K] They run behind the row's last known token. The row samples behind that and behind each
+    of these, keeps what it sampled up to the first token that is not the drafted one, and counts
+    as having run as many tokens as it keeps."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepPlan:
     """The work of one forward pass, as a change against the plan before.
 
@@ -165,6 +177,9 @@ class StepPlan:
 
     serial_rows: Int32Array = field(default_factory=lambda: EMPTY)
     """Rows that are not planned again before this step's result is applied."""
+
+    drafts: tuple[Draft, ...] = ()
+    """Tokens to verify. Their rows are serial, and their new tokens count the drafted ones."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,6 +119,12 @@ class Account:
     miss_reason: MissReason | None = None
     """Why the prefix hit went no further. None until first admitted."""
 
+    num_draft_tokens: int = 0
+    """Tokens drafted and verified."""
+
+    num_accepted_draft_tokens: int = 0
+    """Of these, tokens that the model said."""
+
 
 @dataclass(frozen=True, slots=True)
 class Finish:
@@ -216,6 +222,8 @@ class Totals:
     prefix_hits: int
     preemptions: int
     recomputed_tokens: int
+    draft_tokens: int = 0
+    accepted_draft_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

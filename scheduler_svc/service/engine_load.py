@@ -25,6 +25,8 @@ def load_of(scheduler: Scheduler, recent: StepTimes | None) -> Load:
             prefix_hits=counters.prefix_hits,
             preemptions=counters.preemptions,
             recomputed_tokens=counters.recomputed_tokens,
+            draft_tokens=counters.draft_tokens,
+            accepted_draft_tokens=counters.accepted_draft_tokens,
         ),
         recent=recent,
         cache=CacheState(

@@ -258,5 +258,11 @@ class LoadCollector(Collector):
             ("prefix_cache_hits", "Tokens found in the cache.", totals.prefix_hits),
             ("preemptions", "Times a request lost its blocks.", totals.preemptions),
             ("recomputed_tokens", "Tokens computed again.", totals.recomputed_tokens),
+            ("draft_tokens", "Tokens drafted and verified.", totals.draft_tokens),
+            (
+                "accepted_draft_tokens",
+                "Drafted tokens that the model said.",
+                totals.accepted_draft_tokens,
+            ),
         ):
             yield CounterMetricFamily(f"pagemill_{name}", meaning, value)

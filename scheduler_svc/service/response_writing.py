@@ -272,6 +272,8 @@ def _summary(account: Account, num_tokens: int) -> Summary:
             completion_tokens=num_tokens,
             cached_tokens=account.num_cached_tokens,
             recomputed_tokens=account.num_recomputed_tokens,
+            draft_tokens=account.num_draft_tokens,
+            accepted_draft_tokens=account.num_accepted_draft_tokens,
         ),
         timing=Timing(
             queue_s=_since(account.arrival_ns, account.first_scheduled_ns),

@@ -266,6 +266,7 @@ def _limits(settings: SchedulerSettings, facts: ModelFacts) -> Limits:
         max_waiting_tokens=settings.max_waiting_tokens,
         long_prefill_token_threshold=settings.long_prefill_token_threshold,
         max_long_prefills=settings.max_long_prefills,
+        num_draft_tokens=(0 if settings.speculation == "off" else settings.num_speculative_tokens),
     )
 
 

@@ -238,6 +238,7 @@ class RequestStream:
         """Return what the request cost so far, all its sequences together."""
         root, members = self.request, self.request.members
         ends = [member.finished_ns for member in members]
+        drafts = [member.drafts for member in members if member.drafts is not None]
         return Account(
             num_prompt_tokens=root.num_prompt_tokens,
             num_output_tokens=sum(pile.num_output_tokens for pile in self.piles),
@@ -254,6 +255,8 @@ class RequestStream:
                 sorted(time_ns for member in members for time_ns in member.preemption_times_ns)
             ),
             miss_reason=root.miss_reason,
+            num_draft_tokens=sum(record.num_drafted for record in drafts),
+            num_accepted_draft_tokens=sum(record.num_accepted for record in drafts),
         )
 
 

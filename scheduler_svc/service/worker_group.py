@@ -173,16 +173,28 @@ class WorkerGroup:
         rank = self._places.choose(hello.boot_id, wanted, self._now_s())
         if rank is None:
             raise JoinRefusedError(grpc.StatusCode.ALREADY_EXISTS, self._why_full())
+        device_uuid = self._free_device(hello, rank)
         old = self._links.get(rank)
         if old is not None:
             # Its connection broke, and it noticed before we did.
             old.fail(grpc.StatusCode.ABORTED, "the same worker joined again")
-        link = WorkerLink(hello, self._ack(hello, rank), self)
+        link = WorkerLink(hello, self._ack(hello, rank, device_uuid), self)
         self._places.take(rank, hello.boot_id)
         self._links[rank] = link
         self._empty.clear()
         self._log.info("worker joined", rank=rank, boot_id=f"{hello.boot_id:016x}")
         return link
+
+    def _free_device(self, hello: worker_pb2.WorkerHello, rank: int) -> str:
+        """Return the first of a worker's devices that no other rank has."""
+        others = [link for link in self._links.values() if link.rank != rank]
+        taken = {link.device_uuid for link in others}
+        for device in hello.devices:
+            if device.uuid not in taken:
+                return device.uuid
+        raise JoinRefusedError(
+            grpc.StatusCode.ALREADY_EXISTS, "every device of the worker is taken by another rank"
+        )
 
     def _why_full(self) -> str:
         places = [
@@ -193,13 +205,15 @@ class WorkerGroup:
             places.append("the others are kept for workers that should come back")
         return f"group {self.number} " + ", ".join(places)
 
-    def _ack(self, hello: worker_pb2.WorkerHello, rank: int) -> worker_pb2.JoinAck:
+    def _ack(
+        self, hello: worker_pb2.WorkerHello, rank: int, device_uuid: str
+    ) -> worker_pb2.JoinAck:
         terms = self._terms
         return worker_pb2.JoinAck(
             group=self.number,
             rank=rank,
             world_size=self.world_size,
-            device_uuid=hello.devices[0].uuid,
+            device_uuid=device_uuid,
             block_size=terms.block_size,
             max_num_seqs=terms.max_num_seqs,
             max_num_batched_tokens=terms.max_num_batched_tokens,

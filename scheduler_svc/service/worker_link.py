@@ -78,6 +78,7 @@ class WorkerLink:
         self.model = hello.model
         self.epoch: Epoch | None = None
         """Set by the group once the worker takes plans."""
+        self.device_uuid: str = ack.device_uuid
         self._device = ack.device_uuid
         for device in hello.devices:
             if device.uuid == ack.device_uuid:

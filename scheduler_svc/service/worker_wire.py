@@ -92,6 +92,9 @@ def encode_plan(plan: StepPlan, epoch: Epoch, traceparent: str) -> bytes:
         copy_destinations=_pack(plan.copy_destinations),
         traceparent=traceparent,
         serial_rows=_pack(plan.serial_rows),
+        drafts=[
+            worker_pb2.Draft(row=draft.row, tokens=_pack(draft.tokens)) for draft in plan.drafts
+        ],
     )
     return worker_pb2.JoinResponse(plan=message).SerializeToString()
 

@@ -8,7 +8,7 @@ import asyncio
 import io
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ import numpy as np
 from prometheus_client import CollectorRegistry
 
 from pagemill.client import AsyncClient, Load
+from pagemill.v1 import worker_pb2
 from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.scheduler import Scheduler
@@ -125,6 +126,13 @@ class RecordingHost:
         self.may_step = threading.Event()
         self.may_step.set()
 
+    @property
+    def devices(self) -> Sequence[worker_pb2.Device]:
+        return self._model.devices
+
+    def use(self, uuid: str) -> None:
+        self._model.use(uuid)
+
     def load(self, ranks: OtherRanks | None = None) -> None:
         self._model.load(ranks)
 
@@ -132,7 +140,7 @@ class RecordingHost:
         runner, report = self._model.make_runner(limits)
         assert isinstance(runner, ModelRunner)
         for layer in runner.kv_cache.layers:
-            for cache in layer:
+            for cache in layer[:2]:
                 cache.fill_(float("nan"))
         return RecordingRunner(runner, self.steps, self), report
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 from kernels import cpu_layers
-from kernels.checks import Store
+from kernels.checks import Scales, Store
 from kernels.cpu_attention import attend
 from kernels.cpu_build import native_code
-from kernels.cpu_decoder import Decoder, DecoderLayer, DecoderStep
+from kernels.cpu_decoder import Decoder, DecoderLayer, DecoderStep, KVCaches
 from kernels.native_linear import NativeLinear
 from kernels.packed_linear import PackedLinear
 
@@ -43,14 +43,20 @@ def native(linear: PackedLinear) -> NativeLinear:
     return linear.native
 
 
-def caches(num_layers: int, dtype: torch.dtype) -> list[tuple[torch.Tensor, torch.Tensor]]:
+def caches(num_layers: int, dtype: torch.dtype, num_scales: int = 0) -> KVCaches:
+    """Return random caches; with scales of their own in each layer, if any."""
     shape = (9, BLOCK, KV_HEADS, HEAD_DIM)
     draw = torch.Generator().manual_seed(5)
 
     def one() -> torch.Tensor:
         return torch.randn(shape, generator=draw).to(dtype)
 
-    return [(one(), one()) for _ in range(num_layers)]
+    def scales() -> Scales | None:
+        if not num_scales:
+            return None
+        return Scales(*(torch.rand(num_scales, generator=draw) + 0.5 for _ in range(2)))
+
+    return [(one(), one(), scales()) for _ in range(num_layers)]
 
 
 def one_by_one(
@@ -58,19 +64,20 @@ def one_by_one(
     norm: torch.Tensor,
     hidden: torch.Tensor,
     step: DecoderStep,
-    kv: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    kv: KVCaches,
 ) -> torch.Tensor:
     added: torch.Tensor | None = None
-    for layer, (k_cache, v_cache) in zip(layers, kv, strict=True):
+    for layer, (k_cache, v_cache, scales) in zip(layers, kv, strict=True):
         residual = None if added is None else hidden
         x = hidden if added is None else added
         normed = cpu_layers.rms_norm(x, layer.attention_norm, EPS, residual)
         qkv = layer.qkv(normed).view(len(hidden), -1, HEAD_DIM)
         q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
-        cpu_layers.rotary(q, k, step.cos, step.sin, Store(v, k_cache, v_cache, step.slot_mapping))
+        store = Store(v, k_cache, v_cache, step.slot_mapping, scales)
+        cpu_layers.rotary(q, k, step.cos, step.sin, store)
         mixed = attend(
             q, k_cache, v_cache, step.block_tables, step.seq_lens, step.query_start_loc,
-            step.scale or HEAD_DIM**-0.5, window=step.window,
+            step.scale or HEAD_DIM**-0.5, window=step.window, scales=scales,
         )  # fmt: skip
         added = layer.output(mixed.view(len(hidden), -1))
         normed = cpu_layers.rms_norm(added, layer.mlp_norm, EPS, hidden)
@@ -115,9 +122,33 @@ def test_layers_in_one_call_equal_layers_one_by_one(
         hidden = torch.randn(8, HIDDEN, generator=draw).to(dtype)
         expected = one_by_one(layers, norm, hidden.clone(), step, expected_kv)
         assert torch.equal(decoder.run(hidden, step, kv), expected)
-        for pair, expected_pair in zip(kv, expected_kv, strict=True):
-            assert all(map(torch.equal, pair, expected_pair))
+        assert same(kv, expected_kv)
         kv, expected_kv = caches(3, dtype), caches(3, dtype)
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("num_scales", [0, 1, KV_HEADS])
+def test_fp8_caches_have_scales_of_their_own_in_each_layer(
+    kv_dtype: torch.dtype, num_scales: int
+) -> None:
+    draw = torch.Generator().manual_seed(2)
+    layers = [Layer(torch.bfloat16, draw) for _ in range(3)]
+    norm = torch.rand(HIDDEN, generator=draw).to(torch.bfloat16)
+    kv, expected_kv = (caches(3, kv_dtype, num_scales) for _ in range(2))
+    step = a_step(None, None)
+    hidden = torch.randn(8, HIDDEN, generator=draw).to(torch.bfloat16)
+    expected = one_by_one(layers, norm, hidden.clone(), step, expected_kv)
+    assert torch.equal(make_decoder(layers, norm).run(hidden, step, kv), expected)
+    assert same(kv, expected_kv)
+
+
+def same(first: KVCaches, second: KVCaches) -> bool:
+    """Return whether caches hold the same bits."""
+    return all(
+        torch.equal(ours.view(torch.uint8), theirs.view(torch.uint8))
+        for one, other in zip(first, second, strict=True)
+        for ours, theirs in zip(one[:2], other[:2], strict=True)
+    )
 
 
 def make_decoder(layers: Sequence[Layer], norm: torch.Tensor) -> Decoder:
@@ -143,9 +174,9 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
         decoder.run(torch.zeros(8, HIDDEN + 1), step, kv)
     with pytest.raises(ValueError, match="cos is"):
         decoder.run(torch.zeros(7, HIDDEN), step, kv)
-    with pytest.raises(ValueError, match="a cache is"):
+    with pytest.raises(ValueError, match="the cache is"):
         decoder.run(torch.zeros(8, HIDDEN), step, caches(1, torch.bfloat16))
-    with pytest.raises(ValueError, match="4 caches"):
+    with pytest.raises(ValueError, match="caches of 2 layers"):
         decoder.run(torch.zeros(8, HIDDEN), step, [*kv, *kv])
     with pytest.raises(ValueError, match="a norm is"):
         make_decoder(layers, torch.ones(HIDDEN + 8))

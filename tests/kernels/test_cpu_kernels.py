@@ -14,7 +14,7 @@ from kernels import reference_layers as reference
 from kernels.checks import Scales, Store
 from kernels.cpu_attention import attend
 from kernels.reference_attention import quantise
-from native_variants import variant, variants
+from native_variants import byte_variants, variant, variants
 from paged_cases import HEADS, NAN, Case, assert_rounded_once, make_case
 from source_tree import ROOT
 
@@ -144,6 +144,50 @@ def test_nan_in_a_key_or_value_in_sight_is_not_swallowed(name: str, *, decode: b
                          None if decode else case.query_start_loc, case.scale,
                          code=variant(name))  # fmt: skip
             assert out[-1].isnan().any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@byte_variants
+def test_every_number_of_eight_bits_is_read_as_it_is(
+    name: str, kv_dtype: torch.dtype, dtype: torch.dtype
+) -> None:
+    """Of one token attention returns the value itself, and NaN only where it is NaN."""
+    for D in (64, 72, 256):
+        bits = torch.arange(256, dtype=torch.uint8)
+        numbers = bits.roll(D)[: 256 // D * D].view(kv_dtype).view(-1, D)
+        R = len(numbers)
+        v_cache = numbers.view(R, 1, 1, D)
+        tables = torch.arange(R, dtype=torch.int32)[:, None]
+        lengths = torch.ones(R, dtype=torch.int32)
+        q = torch.zeros(R, 3, D, dtype=dtype)
+        out = attend(q, torch.zeros_like(v_cache), v_cache, tables, lengths, None, 1.0,
+                     code=variant(name))  # fmt: skip
+        expected = numbers.to(dtype)[:, None].expand(R, 3, D)
+        assert torch.equal(out.isnan(), expected.isnan())
+        assert torch.equal(out.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
+
+
+@pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
+@byte_variants
+def test_every_number_of_eight_bits_is_multiplied_as_it_is(
+    name: str, kv_dtype: torch.dtype
+) -> None:
+    """The weight of a token, beside one with a score of 0, tells its score."""
+    numbers = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
+    numbers = numbers[numbers.float().isfinite()][:192]
+    for D in (8, 64, 192):
+        keys = torch.zeros(192, 2, 1, D).to(kv_dtype)
+        places = torch.arange(192) % D
+        keys[torch.arange(192), 0, 0, places] = numbers
+        values = torch.zeros(192, 2, 1, D).to(kv_dtype)
+        values[:, 0] = 1.0
+        q = torch.ones(192, 3, D, dtype=torch.bfloat16)
+        tables = torch.arange(192, dtype=torch.int32)[:, None]
+        out = attend(q, keys, values, tables, torch.full((192,), 2, dtype=torch.int32), None, 1.0,
+                     code=variant(name))  # fmt: skip
+        expected = numbers.float().sigmoid()[:, None, None].expand(192, 3, D)
+        torch.testing.assert_close(out.float(), expected, rtol=2**-7, atol=2**-8)
 
 
 def test_case_e07_a_window_holds_the_token_and_those_just_before_it() -> None:
@@ -320,7 +364,7 @@ from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rotary import rotary
 from kernels.silu_and_mul import silu_and_mul
-from native_variants import variant, variants
+from native_variants import byte_variants, variant, variants
 from paged_cases import make_case
 assert (native_code() is not None) == NATIVE
 case = make_case([(40, 1), (9, 1)], head_dim=24, block_size=5, window=9)

@@ -68,7 +68,7 @@ def test_an_override_is_obeyed_or_refused() -> None:
 
 
 def test_what_nothing_serves_is_refused_with_every_reason() -> None:
-    case = dataclasses.replace(CPU, kv_dtype=torch.float8_e5m2, no_native_code="no g++")
+    case = dataclasses.replace(CPU, kv_dtype=torch.float64, no_native_code="no g++")
     with pytest.raises(ValueError, match=r"triton: the device is cpu.*no g.*torch: the cache is"):
         choose(case)
 

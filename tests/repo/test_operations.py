@@ -138,7 +138,7 @@ def test_every_span_is_documented() -> None:
             WORKER_SETTINGS,
             WorkerSettings,
             {"model_path", "config", "join", "join_timeout", "num_gpu_blocks_override"}
-            | {"bench_forward"},
+            | {"bench_forward", "rank_host"},
         ),
     ],
 )

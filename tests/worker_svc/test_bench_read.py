@@ -8,7 +8,7 @@ import torch
 
 from tiny_llama import write_tiny_llama
 from worker_svc.bench_read import main, read_bytes_of_step
-from worker_svc.model.model_config import read_model_config
+from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.weights import load_model
 
 

@@ -59,7 +59,7 @@ class GgufWeights:
         tensor = self._tensors[name]
         weight = self._read_rows(tensor, parts[0] if parts else range(tensor.shape[0]), dtype)
         # Llama's GGUF files hold the rotary pairs of Q and K side by side, (2i, 2i + 1);
-        # the model wants them half a head apart, (i, i + D / 2). Those of others do so too.
+        # the model wants them half a head apart, (i, i + D / 2), as the files of others have them.
         if self._config.architecture == "llama":
             if ".attn_q." in tensor.name:
                 weight = self._halves_apart(name, weight, self._config.num_heads)

@@ -6,10 +6,12 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 from torch.nn import functional
 
+from kernels.checks import Scales
 from kernels.quantised_linear import QuantisedLinear
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.experts import Expert, Experts
 from worker_svc.model.gguf_names import ROPE_DIVISORS
+from worker_svc.model.kv_scales import read_kv_scales
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Operations
 from worker_svc.model.other_ranks import GatheredHead, NoOtherRanks, OtherRanks, SummedLinear
@@ -92,6 +94,22 @@ class Loader:
             load(self, f"model.layers.{number}", number) for number in range(self.config.num_layers)
         )
 
+    def kv_scales(self) -> tuple[Scales, ...] | None:
+        """Return the scales of fp8 keys and values, layer by layer; None if there are none."""
+        whole, mine = self._whole, self._shard.heads(self._whole).keys
+        scales, known = read_kv_scales(
+            self._left,
+            lambda name: self._source.read(name, torch.float32),
+            whole.num_layers,
+            whole.num_kv_heads,
+            self._device,
+        )
+        self._left -= known
+        if scales is None:
+            return None
+        heads = slice(mine.start, mine.stop)
+        return tuple(Scales(one.k[heads].clone(), one.v[heads].clone()) for one in scales)
+
     def finish(self) -> None:
         """Raise ModelError if a tensor was not taken: it would change the result, were it used."""
         # Old files repeat the rotary frequencies in each layer.
@@ -111,11 +129,11 @@ class Loader:
             tensor = self._read("lm_head.weight", shape, self._weight_dtype)
             weight = self._place([tensor], self._weight_dtype)
         if shard.is_whole:
-            return self._packed(weight, None)
+            return self._packed(weight, None, is_head=True)
         # Logits are gathered in parts of one size.
         missing = shard.vocab_width(config.vocab_size) - len(weight)
         padded = functional.pad(weight, (0, 0, 0, missing))
-        head = self._packed(padded, None)
+        head = self._packed(padded, None, is_head=True)
         return GatheredHead(head, self._ranks, config.vocab_size)
 
     def _head_of(self, embedding: torch.Tensor, mine: Extent) -> torch.Tensor:
@@ -211,8 +229,10 @@ class Loader:
         bias = self._biases(parts) if has_bias else None
         return self._place(tensors, dtype), bias
 
-    def _packed(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        return self._counted(self.operations.linear(weight, bias), weight)
+    def _packed(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
+        return self._counted(self.operations.linear(weight, bias, is_head=is_head), weight)
 
     def _counted(self, linear: Linear, weight: torch.Tensor) -> Linear:
         """Count what a linear layer takes, if it says so, in place of its weight."""

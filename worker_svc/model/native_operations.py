@@ -36,7 +36,9 @@ class NativeOperations:
         """The run dtype."""
         return None
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
         """Lay the weight out for the processor's products, in a copy."""
         return PackedLinear(weight, bias, memory=self._memory)
 
@@ -90,12 +92,12 @@ class _NativeAttention:
 
     def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
         """As `StepAttention.attend`."""
-        k_cache, v_cache = cache
+        k_cache, v_cache, scales = cache
         num_kv_heads, head_dim = k_cache.shape[2:]
         columns = self.columns
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:]
         k, v = kv[:, :num_kv_heads], kv[:, num_kv_heads:]
-        store = Store(v, k_cache, v_cache, columns.slot_mapping)
+        store = Store(v, k_cache, v_cache, columns.slot_mapping, scales)
         cpu_layers.rotary(q, k, self.cos, self.sin, store)
         return attend(
             q,
@@ -106,4 +108,5 @@ class _NativeAttention:
             columns.query_start_loc,
             columns.scale or head_dim**-0.5,
             window=columns.window,
+            scales=scales,
         )

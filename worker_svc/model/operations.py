@@ -2,12 +2,25 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
-LayerCache: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""One layer's keys and values, each [N, S, G, D]."""
+from kernels.checks import Scales
+
+
+class LayerCache(NamedTuple):
+    """One layer's keys and values."""
+
+    k: torch.Tensor
+    """[N, S, G, D] in the run dtype, or in fp8."""
+
+    v: torch.Tensor
+    """As k."""
+
+    scales: Scales | None = None
+    """What fp8 values are multiplied by when read. None: 1, or the cache is not fp8."""
+
 
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """A linear layer. Shapes: [T, in] to [T, out]."""
@@ -124,8 +137,10 @@ class Operations(Protocol):
         """In what type `linear` wants its weight. None: in the run dtype, as its bias."""
         ...
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Return a linear layer. The caller drops the weight, [out, in]."""
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
+        """Return a linear layer, or the LM head. The caller drops the weight, [out, in]."""
         ...
 
     def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:

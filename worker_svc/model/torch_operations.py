@@ -7,6 +7,7 @@ import torch
 from torch.nn import functional
 
 from kernels import reference
+from kernels.checks import FP8
 from worker_svc.model.operations import (
     LayerCache,
     LayerParts,
@@ -51,7 +52,9 @@ class TorchOperations:
         """The run dtype."""
         return None
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
 
@@ -96,10 +99,11 @@ class TorchOperations:
         angles = columns.positions[:, None, None].float() * inverse_frequencies  # [T, 1, D / 2]
         cos, sin = angles.cos(), angles.sin()
         cos, sin = torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
-        dtype = cache[0].dtype
+        # Of fp8 the run dtype cannot be told: it is known where the queries are.
+        dtype = torch.float32 if cache.k.dtype in FP8 else cache.k.dtype
         return _TorchAttention(
             reference.plan_reads(
-                cache[0],
+                cache.k,
                 columns.block_tables,
                 columns.seq_lens,
                 columns.query_start_loc,
@@ -117,7 +121,7 @@ class _TorchAttention:
     reads: reference.Reads
     slot_mapping: torch.Tensor
     cos: torch.Tensor
-    """[T, 1, D] in the run dtype."""
+    """[T, 1, D] in the run dtype, or fp32."""
 
     sin: torch.Tensor
     """As cos, with the sign of the half."""
@@ -126,14 +130,15 @@ class _TorchAttention:
 
     def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
         """As `StepAttention.attend`."""
-        k_cache, v_cache = cache
+        k_cache, v_cache, scales = cache
         num_kv_heads, head_dim = k_cache.shape[2:]
         qk, v = qkv[:, :-num_kv_heads], qkv[:, -num_kv_heads:]
         # Rolling by half a head swaps its halves; `sin` holds the sign.
-        qk = torch.addcmul(qk * self.cos, qk.roll(head_dim // 2, dims=-1), self.sin)
+        cos, sin = self.cos.to(qk.dtype), self.sin.to(qk.dtype)
+        qk = torch.addcmul(qk * cos, qk.roll(head_dim // 2, dims=-1), sin)
         q, k = qk[:, :num_heads], qk[:, num_heads:]
-        reference.store_kv(k, v, k_cache, v_cache, self.slot_mapping)
-        return reference.attend(q, k_cache, v_cache, self.reads, self.scale)
+        reference.store_kv(k, v, k_cache, v_cache, self.slot_mapping, scales)
+        return reference.attend(q, k_cache, v_cache, self.reads, self.scale, scales=scales)
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

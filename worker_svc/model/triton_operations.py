@@ -32,7 +32,9 @@ class TritonOperations:
         """The run dtype."""
         return None
 
-    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
+    ) -> Linear:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
 
@@ -87,13 +89,13 @@ class _TritonAttention:
 
     def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
         """As `StepAttention.attend`."""
-        k_cache, v_cache = cache
+        k_cache, v_cache, scales = cache
         num_kv_heads, head_dim = k_cache.shape[2:]
         columns = self.columns
         scale = columns.scale or head_dim**-0.5
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:]
         k, v = kv[:, :num_kv_heads], kv[:, num_kv_heads:]
-        rotary(q, k, self.cos, self.sin, Store(v, k_cache, v_cache, columns.slot_mapping))
+        rotary(q, k, self.cos, self.sin, Store(v, k_cache, v_cache, columns.slot_mapping, scales))
         num_tokens, num_requests = len(qkv), len(columns.seq_lens)
         if num_tokens == num_requests:
             return paged_decode(
@@ -105,6 +107,7 @@ class _TritonAttention:
                 scale,
                 columns.block_tables.shape[1] * k_cache.shape[1],
                 window=columns.window,
+                scales=scales,
             )
         return paged_prefill(
             q,
@@ -117,4 +120,5 @@ class _TritonAttention:
             # Bounds, from shapes alone: lengths are on the device, and nobody waits for them.
             num_tokens - num_requests + 1,
             window=columns.window,
+            scales=scales,
         )

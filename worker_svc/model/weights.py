@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from kernels.checks import Scales
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.checkpoint import open_checkpoint
 from worker_svc.model.families import FAMILIES
@@ -22,9 +23,11 @@ class LoadedModel:
     model: CausalModel
     weight_bytes: int
     load_seconds: float
-
     ranks: OtherRanks
     """Who has the rest of it."""
+
+    kv_scales: tuple[Scales, ...] | None = None
+    """Of fp8 keys and values, layer by layer, if the checkpoint has them."""
 
 
 def load_model(
@@ -48,6 +51,7 @@ def load_model(
     with source as tensors:
         loader = Loader(tensors, config, dtype, device, operations, ranks, progress)
         model = FAMILIES[config.family](loader)
+        kv_scales = loader.kv_scales()
         loader.finish()
     seconds = time.perf_counter() - started
-    return LoadedModel(model, loader.weight_bytes, seconds, ranks or NoOtherRanks())
+    return LoadedModel(model, loader.weight_bytes, seconds, ranks or NoOtherRanks(), kv_scales)

@@ -107,6 +107,10 @@ class DeviceRunner:
                     f"step {plan.step_id} follows step {self._last_step_id} without a reset"
                 )
             self._last_step_id = plan.step_id
+            if plan.drafts:
+                raise InvariantError(
+                    "plan uses drafts, which a GPU's runner does not serve: --speculation off"
+                )
             self.rows.apply(plan)
             self._refuse(plan)
             self._count_generations(plan)

@@ -1,8 +1,11 @@
 """The cache tensors, and the bytes of a block."""
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from kernels.checks import Scales
 from kernels.huge_pages import huge_tensor
 from worker_svc.errors import InvariantError
 from worker_svc.model.model_config import ModelConfig
@@ -13,7 +16,7 @@ from worker_svc.runtime.step_plan import BlockCopies
 def block_bytes(config: ModelConfig, block_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of one block's keys and values, over the layers of a KV group.
 
-    A block may serve any group, so it has room for the largest.
+    A block may serve any group, so it has room for the largest. Static scales take nothing.
     """
     per_layer = 2 * block_size * config.num_kv_heads * config.head_dim * dtype.itemsize
     return per_layer * max(len(group.layers) for group in config.kv_groups)
@@ -38,18 +41,21 @@ class KVCache:
         block_size: int,
         dtype: torch.dtype,
         device: torch.device,
+        scales: Sequence[Scales] | None = None,
     ) -> None:
+        """Make an empty cache; `scales` are those of an fp8 one, layer by layer. None: 1."""
         shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
         self.num_blocks = num_blocks
         self.block_size = block_size
         groups = config.kv_groups
-        self._tensors: tuple[LayerCache, ...] = tuple(
+        self._tensors = tuple(
             (_zeros(shape, dtype, device), _zeros(shape, dtype, device))
             for _ in range(max(len(group.layers) for group in groups))
         )
         places = {layer: place for group in groups for place, layer in enumerate(group.layers)}
-        self.layers: tuple[LayerCache, ...] = tuple(
-            self._tensors[places[layer]] for layer in range(config.num_layers)
+        self.layers = tuple(
+            LayerCache(*self._tensors[places[layer]], None if scales is None else scales[layer])
+            for layer in range(config.num_layers)
         )
 
     def copy_blocks(self, copies: BlockCopies) -> None:
@@ -66,7 +72,9 @@ class KVCache:
         if len(np.unique(dst)) < len(dst) or np.isin(src, dst).any():
             raise InvariantError(f"blocks {src} are copied to {dst}, in an order that matters")
         for layer in self._tensors:
-            for cache in layer:
+            for tensor in layer:
+                # As bytes: copies of fp8 are not known everywhere.
+                cache = tensor.view(torch.uint8)
                 copied = cache.index_select(0, torch.from_numpy(src).to(cache.device))
                 cache.index_copy_(0, torch.from_numpy(dst).to(cache.device), copied)
 

@@ -4,12 +4,11 @@ import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
-import psutil
 import torch
 
 from worker_svc.errors import ConfigError
+from worker_svc.runtime.free_memory import available_memory_bytes
 
 GIB = 1 << 30
 
@@ -41,6 +40,18 @@ class MemoryReport:
     blocks_per_request: int
     """Blocks that such a request holds at a time, over all KV groups."""
 
+    longest_that_fits: int | None = None
+    """Most tokens of one request that the blocks hold, where that is less than max_model_len."""
+
+    kv_form: str = ""
+    """How keys and values are stored, in words. Empty: in the run dtype."""
+
+    plain_block_bytes: int = 0
+    """Of one block, were it stored in the run dtype."""
+
+    dtype: str = ""
+    """The run dtype's name."""
+
     @property
     def max_concurrency(self) -> float:
         """How many requests of the greatest length fit at once."""
@@ -52,15 +63,27 @@ class MemoryReport:
         return int(self.max_concurrency * self.max_model_len)
 
 
-def startup_lines(report: MemoryReport) -> tuple[str, str, str]:
+def startup_lines(report: MemoryReport) -> tuple[str, ...]:
     """Return what a worker says of its memory when it starts."""
-    return (
+    lines: tuple[str, ...] = (
         f"Model weights: {report.weight_bytes / GIB:.2f} GiB, "
         f"loaded in {report.load_seconds:.2f} seconds",
         f"KV cache size: {report.num_kv_tokens} tokens",
         f"Maximum concurrency for {report.max_model_len} tokens per request: "
         f"{report.max_concurrency:.2f}x",
     )
+    if report.kv_form:
+        gain = report.plain_block_bytes / report.block_bytes
+        lines += (
+            f"KV cache in {report.kv_form}: {gain:.2f}x the blocks of {report.dtype} in the same "
+            f"memory ({report.num_blocks} instead of {int(report.num_blocks / gain)})",
+        )
+    if report.longest_that_fits is not None:
+        lines += (
+            f"max_model_len is {report.max_model_len}, and the KV cache holds less: "
+            f"the longest request that fits has {report.longest_that_fits} tokens",
+        )
+    return lines
 
 
 def blocks_for(num_tokens: int, block_size: int) -> int:
@@ -82,7 +105,7 @@ def num_blocks_that_fit(
     num_blocks = cache_bytes // block_bytes
     needed = needs(max_model_len)
     if needed > num_blocks:
-        longest = bisect_right(range(1, max_model_len + 1), num_blocks, key=needs)
+        longest = longest_that_fits(num_blocks, max_model_len, needs)
         raise ConfigError(
             f"max_model_len is {max_model_len}: one request needs "
             f"{needed * block_bytes / GIB:.2f} GiB of KV cache, "
@@ -92,24 +115,18 @@ def num_blocks_that_fit(
     return num_blocks
 
 
+def longest_that_fits(
+    num_blocks: int, max_model_len: int, needs: Callable[[int], int]
+) -> int | None:
+    """Return the most tokens of a request that the blocks hold; None if `max_model_len` fits."""
+    if needs(max_model_len) <= num_blocks:
+        return None
+    return bisect_right(range(1, max_model_len + 1), num_blocks, key=needs)
+
+
 def cpu_cache_bytes(fraction: float = CPU_MEMORY_FRACTION) -> int:
     """Return how many bytes a CPU worker gives its cache: part of what is free, up to 4 GiB."""
     return min(int(available_memory_bytes() * fraction), MAX_CPU_BYTES)
-
-
-def available_memory_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """Return the memory this process may still take: of the machine, or of its container."""
-    available = int(psutil.virtual_memory().available)
-    try:
-        limit = (cgroup / "memory.max").read_text().strip()
-        used = int((cgroup / "memory.current").read_text())
-        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
-    except OSError:
-        return available
-    if limit == "max":
-        return available
-    # Files that were read and not touched again are given up when memory is short.
-    return min(available, max(0, int(limit) - used + int(stat.get("inactive_file", 0))))
 
 
 def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable[[], None]) -> int:

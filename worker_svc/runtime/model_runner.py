@@ -12,6 +12,7 @@ from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
+from worker_svc.runtime.drafts import verify_drafts, with_verified
 from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.logit_rules import apply_rules
 from worker_svc.runtime.logprobs import find_prompt_logprobs, sampled_logprobs
@@ -115,11 +116,13 @@ class ModelRunner:
         hidden = self._compute(inputs)
         prompts = find_prompt_logprobs(self._model.logits, hidden, self.rows, running, self._ranks)
         vectors = self._pooler.pool(hidden, self.rows, running)
-        # Of several ranks, only rank 0 can use them.
         logits = self._model.logits(hidden[inputs.last_tokens])
         computed = perf_counter_ns()
+        verified = verify_drafts(
+            self._model.logits, self._draw, hidden, self.rows, running, _NOT_FINITE
+        )
         sampled = self._sample(logits, inputs.sampling_rows)
-        return StepResult(
+        result = StepResult(
             step_id=plan.step_id,
             rows=sampled.rows,
             tokens=sampled.tokens,
@@ -131,6 +134,7 @@ class ModelRunner:
             prompt_logprobs=prompts,
             vectors=vectors,
         )
+        return result if verified is None else with_verified(result, verified)
 
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
         """Return the hidden states of all tokens. Shape: [T, E]."""
@@ -184,14 +188,15 @@ class ModelRunner:
         scores: torch.Tensor,
         rows: Int64Array,
         positions: Int32Array,
-        raw_failed: npt.NDArray[np.bool_],
+        raw_failed: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
         """Return a token for each row, and whether it failed: what rank 0 says, on every rank."""
         if not self._ranks.shard.leads:
             tokens = self._ranks.share_tokens(np.empty(len(rows), dtype=np.int32))
             return tokens, tokens == _FAILED
         tokens, failed = sample(scores, rows, positions, self.rows.sampling)
-        failed |= raw_failed
+        if raw_failed is not None:
+            failed |= raw_failed
         self._ranks.share_tokens(np.where(failed, _FAILED, tokens))
         return tokens, failed
 

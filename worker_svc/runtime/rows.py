@@ -8,7 +8,14 @@ from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.forks import fork_columns
 from worker_svc.runtime.logit_rules import names_only
 from worker_svc.runtime.sampling_columns import SamplingColumns
-from worker_svc.runtime.step_plan import AdmittedRow, ForkedRow, Int32Array, Int64Array, StepPlan
+from worker_svc.runtime.step_plan import (
+    AdmittedRow,
+    Draft,
+    ForkedRow,
+    Int32Array,
+    Int64Array,
+    StepPlan,
+)
 
 
 class Rows:
@@ -27,6 +34,7 @@ class Rows:
         "block_tables",
         "failures",
         "num_computed_tokens",
+        "num_drafted",
         "num_new_tokens",
         "num_tokens",
         "sampling",
@@ -42,6 +50,8 @@ class Rows:
         self.num_tokens: Int32Array = np.zeros(max_rows, dtype=np.int32)
         self.num_computed_tokens: Int32Array = np.zeros(max_rows, dtype=np.int32)
         self.num_new_tokens: Int32Array = np.zeros(max_rows, dtype=np.int32)
+        # Tokens behind the known ones that this step verifies.
+        self.num_drafted: Int32Array = np.zeros(max_rows, dtype=np.int32)
         self.sampling = SamplingColumns(max_rows)
         self.block_tables = tables
         self.failures: dict[int, str] = {}
@@ -66,6 +76,9 @@ class Rows:
         self._check_known(plan.exception_rows, "excepted")
         self.num_computed_tokens[plan.exception_rows] = plan.exception_num_computed_tokens
         self.num_new_tokens[plan.exception_rows] = plan.exception_num_new_tokens
+        self.num_drafted.fill(0)
+        for draft in plan.drafts:
+            self._draft(draft)
 
     def running(self) -> Int64Array:
         """Return the rows to run in this step, ascending.
@@ -77,7 +90,8 @@ class Rows:
             rows = rows[~np.isin(rows, list(self.failures))]
         computed, new = self.num_computed_tokens[rows], self.num_new_tokens[rows]
         ends = computed + new
-        wrong = (computed < 0) | (new < 0) | (ends > self.num_tokens[rows])
+        known = self.num_tokens[rows] + self.num_drafted[rows]
+        wrong = (computed < 0) | (new < 0) | (ends > known)
         for tables in self.block_tables:
             wrong |= ends > tables.num_slots(rows)
         if wrong.any():
@@ -107,6 +121,29 @@ class Rows:
             raise InvariantError(f"a row has more than {self.tokens.shape[1]} tokens")
         self.tokens[rows, positions] = tokens
         self.num_tokens[rows] += 1
+
+    def keep_verified(self, row: int, tokens: Int32Array) -> None:
+        """Append what a row with a draft keeps, and count as run what need not run again."""
+        first = int(self.num_tokens[row])
+        self.tokens[row, first : first + len(tokens)] = tokens
+        self.num_tokens[row] = first + len(tokens)
+        self.num_new_tokens[row] = len(tokens)
+
+    def _draft(self, draft: Draft) -> None:
+        row, count = draft.row, len(draft.tokens)
+        self._check_known(np.array([row], dtype=np.int32), "given a draft")
+        known = int(self.num_tokens[row])
+        end = int(self.num_computed_tokens[row] + self.num_new_tokens[row])
+        # One token more than is drafted is sampled, and must have its place.
+        if end != known + count or end >= self.tokens.shape[1] or not count:
+            raise InvariantError(
+                f"row {row} is to verify {count} tokens behind its {known}, and runs up to {end} "
+                f"of {self.tokens.shape[1]}"
+            )
+        if draft.tokens.min() < 0 or draft.tokens.max() >= self._vocab_size:
+            raise InvariantError(f"row {row} drafts a token that is not in the vocabulary")
+        self.tokens[row, known:end] = draft.tokens
+        self.num_drafted[row] = count
 
     def _forget(self, rows: Int32Array | Int64Array) -> None:
         self._known[rows] = False

@@ -9,11 +9,13 @@ from worker_svc.errors import ConfigError
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.weights import LoadedModel
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
+from worker_svc.runtime.kv_form import KvForm
 from worker_svc.runtime.memory_budget import (
     MemoryReport,
     blocks_for,
     cpu_cache_bytes,
     cuda_cache_bytes,
+    longest_that_fits,
     num_blocks_that_fit,
 )
 from worker_svc.runtime.model_runner import ModelRunner
@@ -65,8 +67,10 @@ class RunnerLimits:
                 raise ConfigError(f"{name} is {value}, must be at least 1")
 
 
-def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner, MemoryReport]:
-    """Give a loaded model an empty cache, and return what runs it, step by step.
+def make_runner(
+    loaded: LoadedModel, limits: RunnerLimits, form: KvForm | None = None
+) -> tuple[ModelRunner, MemoryReport]:
+    """Give a loaded model an empty cache of some form (the run dtype's), and return what runs it.
 
     The memory of an older runner counts as taken as long as there is a reference to it.
 
@@ -79,7 +83,8 @@ def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner,
             f"max_model_len is {max_model_len}, must be at most "
             f"{config.max_position_embeddings}, for which the model was made"
         )
-    bytes_of_block = block_bytes(config, limits.block_size, model.dtype)
+    form = form or KvForm(model.dtype, None, "")
+    bytes_of_block = block_bytes(config, limits.block_size, form.dtype)
     step_tokens, groups = limits.max_num_batched_tokens, config.kv_groups
 
     def needs(num_tokens: int) -> int:
@@ -89,11 +94,11 @@ def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner,
 
     num_blocks = limits.num_gpu_blocks_override
     if num_blocks is None:
-        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(loaded, limits)
+        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(loaded, limits, form)
         num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, max_model_len, needs)
     # Each rank has its part of every block, so all have as many as the one with the least room.
     num_blocks = loaded.ranks.least(num_blocks)
-    cache = KVCache(config, num_blocks, limits.block_size, model.dtype, model.device)
+    cache = KVCache(config, num_blocks, limits.block_size, form.dtype, model.device, form.scales)
     runner = ModelRunner(
         model,
         cache,
@@ -109,11 +114,27 @@ def make_runner(loaded: LoadedModel, limits: RunnerLimits) -> tuple[ModelRunner,
         block_bytes=bytes_of_block,
         max_model_len=max_model_len,
         blocks_per_request=needs(max_model_len),
+        longest_that_fits=longest_that_fits(num_blocks, max_model_len, needs),
+        kv_form=_describe(form),
+        plain_block_bytes=block_bytes(config, limits.block_size, model.dtype),
+        dtype=_name(model.dtype),
     )
     return runner, report
 
 
-def _measure_cache_bytes(loaded: LoadedModel, limits: RunnerLimits) -> int:
+def _describe(form: KvForm) -> str:
+    """Return the form in words; empty if it is the run dtype's."""
+    if not form.origin:
+        return ""
+    scales = f" {form.scales_name}" if form.scales_name else ""
+    return f"{_name(form.dtype)}, {form.origin}{scales}"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _measure_cache_bytes(loaded: LoadedModel, limits: RunnerLimits, form: KvForm) -> int:
     model = loaded.model
     if model.device.type == "cpu":
         # As far as anybody knows, the ranks share one machine's memory.
@@ -121,11 +142,13 @@ def _measure_cache_bytes(loaded: LoadedModel, limits: RunnerLimits) -> int:
     # Others may have their cache already, and do not run this step with us.
     with loaded.ranks.apart():
         return cuda_cache_bytes(
-            model.device, limits.gpu_memory_utilization, lambda: run_largest_step(model, limits)
+            model.device,
+            limits.gpu_memory_utilization,
+            lambda: run_largest_step(model, limits, form),
         )
 
 
-def run_largest_step(model: CausalModel, limits: RunnerLimits) -> None:
+def run_largest_step(model: CausalModel, limits: RunnerLimits, form: KvForm | None = None) -> None:
     """Run a step of as many rows and tokens as there may be, for its peak of memory.
 
     It writes nothing, and all rows read the same one block: the tokens' own memory is what
@@ -136,7 +159,8 @@ def run_largest_step(model: CausalModel, limits: RunnerLimits) -> None:
     counts[0] = limits.max_num_batched_tokens - num_rows + 1
     width = blocks_for(int(counts[0]), limits.block_size)
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
-    cache = KVCache(model.config, 1, limits.block_size, model.dtype, model.device)
+    form = form or KvForm(model.dtype, None, "")
+    cache = KVCache(model.config, 1, limits.block_size, form.dtype, model.device, form.scales)
     num_tokens, device, num_groups = int(starts[-1]), model.device, len(model.config.kv_groups)
     slot_mapping = torch.full((num_tokens,), -1, device=device)
     block_table = torch.ones((num_rows, width), dtype=torch.int32, device=device)

@@ -167,6 +167,14 @@ class BlockCopies(NamedTuple):
     dst: Int32Array
 
 
+class Draft(NamedTuple):
+    """Tokens that may follow a row's known ones. They run behind these, and are verified."""
+
+    row: int
+    tokens: Int32Array
+    """[K]"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepPlan:
     """The work of one step, as differences to the step before.
@@ -204,6 +212,10 @@ class StepPlan:
 
     exception_num_new_tokens: Int32Array
     """[E] Their new tokens. 0: the row stays, but does not run."""
+
+    drafts: tuple[Draft, ...] = ()
+    """Tokens to verify, which the new tokens of their rows count. Such a row advances by as many
+    tokens as it keeps of those it sampled."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,18 @@ OPERATIONS: Final[dict[str, Callable[[], Operations]]] = {
 
 
 def choose_operations(
-    wanted: str, device: torch.device, dtype: torch.dtype, head_dim: int, log: Logger
+    wanted: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    log: Logger,
+    *,
+    kv_dtype: torch.dtype | None = None,
 ) -> Operations:
     """Return the operations of the best backend, or of the one that is wanted; log which, once.
 
-    A CPU that could run native code and cannot is worth a warning. Compiles it the first time.
+    `kv_dtype` is the cache's; None: `dtype`. A CPU that could run native code and cannot is worth
+    a warning. Compiles it the first time.
 
     Raises: ConfigError if the one that is wanted does not serve.
     """
@@ -43,7 +50,7 @@ def choose_operations(
         device=device.type,
         target=target_of(device).name if device.type == "cuda" else "",
         dtype=dtype,
-        kv_dtype=dtype,
+        kv_dtype=kv_dtype or dtype,
         head_dim=head_dim,
         block_size=checks.BLOCK_SIZES[0],  # known only later: `check_block_size`
         no_native_code=why_no_native_code() if device.type == "cpu" else None,

@@ -34,6 +34,17 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", index)
 
 
+def usable_devices(name: str) -> tuple[torch.device, ...]:
+    """Return the devices of a setting, the one it chooses first: all GPUs, unless it names one.
+
+    Raises: ConfigError if the machine has no such device.
+    """
+    first = choose_device(name)
+    if first.type != "cuda" or name.startswith("cuda:"):
+        return (first,)
+    return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))
+
+
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     """Return the type of a setting; for `auto` bfloat16 where the device computes in it."""
     if name != "auto":

@@ -21,6 +21,9 @@ class Assignment:
     shard: Shard
     """Which rank of how many, and so which part of the model."""
 
+    device_uuid: str
+    """Of the hello's devices, the one to use."""
+
     limits: CacheLimits
 
     heartbeat_s: float
@@ -31,13 +34,16 @@ def make_hello(
     host: ModelHost, boot_id: int, join_secret: str, rank_host: str, rank: int | None
 ) -> worker_pb2.WorkerHello:
     """Return the first message of a stream. `rank`: the one whose part of the model is loaded."""
-    device = worker_pb2.Device()
-    device.CopyFrom(host.device)
-    device.uuid = device.uuid or f"{boot_id:016x}"
+    devices = []
+    for each in host.devices:
+        device = worker_pb2.Device()
+        device.CopyFrom(each)
+        device.uuid = device.uuid or f"{boot_id:016x}"
+        devices.append(device)
     return worker_pb2.WorkerHello(
         protocol_version=PROTOCOL_VERSION,
         boot_id=boot_id,
-        devices=[device],
+        devices=devices,
         model=host.model,
         join_secret=join_secret,
         host=rank_host,
@@ -66,6 +72,7 @@ def read_assignment(ack: worker_pb2.JoinAck, hello: worker_pb2.WorkerHello) -> A
     return Assignment(
         group=ack.group,
         shard=Shard(ack.rank, ack.world_size),
+        device_uuid=ack.device_uuid,
         limits=CacheLimits(
             block_size=ack.block_size,
             max_num_seqs=ack.max_num_seqs,

@@ -15,10 +15,11 @@ from worker_svc.model.fingerprint import model_fingerprint
 from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.weights import LoadedModel, load_model
+from worker_svc.runtime.kv_form import KV_DTYPES, KvForm, choose_kv_form
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
 from worker_svc.service.backends import check_block_size, choose_operations
-from worker_svc.service.devices import choose_device, choose_dtype, describe_device
+from worker_svc.service.devices import choose_dtype, describe_device, usable_devices
 from worker_svc.service.load_progress import LoadProgress
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import CacheLimits, StepRunner
@@ -53,30 +54,34 @@ class LocalModel:
         self._path = Path(settings.model_path)
         if not self._path.exists():
             raise ConfigError(f"model_path is {settings.model_path!r}, where nothing is")
-        self._torch_device = choose_device(settings.device)
+        usable = usable_devices(settings.device)
+        self._torch_device = usable[0]
         self._dtype = choose_dtype(settings.dtype, self._torch_device)
         if settings.quantization != "none" and self._torch_device.type != "cpu":
             raise ConfigError(
                 f"quantization is {settings.quantization!r}, must be 'none' on {settings.device}"
             )
         dtype_name = str(self._dtype).removeprefix("torch.")
-        if settings.kv_cache_dtype not in {"auto", dtype_name}:
+        if settings.kv_cache_dtype not in {"auto", dtype_name, *KV_DTYPES}:
             raise ConfigError(
-                f"kv_cache_dtype is {settings.kv_cache_dtype!r}, must be 'auto' or the dtype "
-                f"({dtype_name!r})"
+                f"kv_cache_dtype is {settings.kv_cache_dtype!r}, must be 'auto', the dtype "
+                f"({dtype_name!r}), or one of {', '.join(KV_DTYPES)}"
             )
+        self._kv_dtype = KV_DTYPES.get(settings.kv_cache_dtype, self._dtype)
         config = read_model_config(self._path)
         self._head_dim = config.head_dim
         self._log = log
         self._loaded: LoadedModel | None = None
+        self._kv_form: KvForm | None = None
         self._ranks: OtherRanks | None = None
-        self.device = describe_device(self._torch_device)
+        self._usable = tuple((describe_device(device), device) for device in usable)
+        self.device = self._usable[0][0]
         self.model = worker_pb2.ModelFacts(
             fingerprint=model_fingerprint(self._path, settings.quantization),
             architecture=config.architecture,
             vocab_size=config.vocab_size,
             dtype=dtype_name,
-            kv_dtype=dtype_name,
+            kv_dtype=str(self._kv_dtype).removeprefix("torch."),
             max_position_embeddings=config.max_position_embeddings,
             kv_groups=[
                 worker_pb2.KvGroup(
@@ -89,8 +94,21 @@ class LocalModel:
             ],
         )
 
+    @property
+    def devices(self) -> tuple[worker_pb2.Device, ...]:
+        """As `ModelHost.devices`."""
+        if self._loaded is not None:
+            return (self.device,)
+        return tuple(device for device, _ in self._usable)
+
+    def use(self, uuid: str) -> None:
+        """As `ModelHost.use`."""
+        for device, torch_device in self._usable:
+            if device.uuid == uuid:
+                self.device, self._torch_device = device, torch_device
+
     def load(self, ranks: OtherRanks | None = None) -> None:
-        """Choose an attention backend and read the weights, unless they are in memory.
+        """Choose an attention backend, read the weights and find the KV scales, but only once.
 
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
@@ -99,11 +117,14 @@ class LocalModel:
             # Another part than before: what is there makes room first.
             self._loaded, self._ranks = None, ranks
             wanted, device = self._settings.attention_backend, self._torch_device
-            operations = choose_operations(wanted, device, self._dtype, self._head_dim, self._log)
+            operations = choose_operations(
+                wanted, device, self._dtype, self._head_dim, self._log, kv_dtype=self._kv_dtype
+            )
             if bits := QUANTIZATION_BITS[self._settings.quantization]:
                 operations = QuantisedOperations(bits, self._dtype)
             progress = LoadProgress(sys.stderr, self._log)
             self._loaded = load_model(self._path, self._dtype, device, operations, ranks, progress)
+            self._kv_form = choose_kv_form(self._loaded, self._kv_dtype)
 
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.
@@ -123,7 +144,7 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        runner, report = make_runner(self._loaded, runner_limits)
+        runner, report = make_runner(self._loaded, runner_limits, self._kv_form)
         # Ranks tell each other what was sampled, for which they wait.
         if self._torch_device.type == "cpu" or not self._loaded.ranks.shard.is_whole:
             return runner, report
@@ -134,16 +155,17 @@ class LocalModel:
         return DeviceRunner.beside(self._loaded.model, runner), report
 
 
-def set_threads(num_threads: int | None) -> None:
+def set_threads(num_threads: int | None, *, leave_one: bool = False) -> None:
     """Use so many threads for one CPU operation, and one for running operations side by side.
 
-    Called once, before torch computes anything. None: as torch would, but where that is every
-    core, one is left to the scheduler and the clients: threads that share a core with them
-    wait for each other at every barrier (docs/performance.md).
+    Called once, before torch computes anything. None: as torch would, which is every core. With
+    `leave_one` and more than one core, one is then left to the scheduler and the clients: torch's
+    threads wait for each other at every barrier, and for one that shares its core with them
+    longest. Threads of the native kernels wait for nobody (docs/performance.md).
     """
     if num_threads is None:
         num_threads = torch.get_num_threads()
-        if num_threads >= (os.cpu_count() or 1):
+        if leave_one and num_threads >= (os.cpu_count() or 1):
             num_threads = max(1, num_threads - 1)
     torch.set_num_threads(num_threads)
     torch.set_num_interop_threads(1)

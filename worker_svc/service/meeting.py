@@ -41,6 +41,8 @@ def meeting(
         if shard.leads:
             stream.pass_plans_to(PlanSender(store, shard.world_size))
         else:
-            receiver = PlanReceiver(store, shard.rank, stream.take_passed_plan, stream.lose_ranks)
-            stack.enter_context(receiver)
+            plans = dial_store(message.address)
+            stack.enter_context(
+                PlanReceiver(plans, shard.rank, stream.take_passed_plan, stream.lose_ranks)
+            )
         yield True

@@ -1,5 +1,6 @@
 """What the shell needs of a model: its facts before it is loaded, and something to run steps on."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -64,6 +65,15 @@ class ModelHost(Protocol):
     @property
     def device(self) -> worker_pb2.Device:
         """Where it will run. A CPU's uuid is empty."""
+        ...
+
+    @property
+    def devices(self) -> Sequence[worker_pb2.Device]:
+        """Where it can run; once it is loaded, where it is."""
+        ...
+
+    def use(self, uuid: str) -> None:
+        """Run on this one of `devices`. One that is not among them, as a CPU's, changes nothing."""
         ...
 
     def load(self, ranks: OtherRanks | None = None) -> None:

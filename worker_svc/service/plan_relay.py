@@ -104,10 +104,12 @@ class PlanReceiver:
         take: Callable[[bytes], None],
         lose: Callable[[RanksLostError], None],
     ) -> None:
-        """Give plans to `take`, in order, and then the end to `lose`, in a thread of our own."""
-        # A connection of its own: who waits for a queue has it to himself.
-        self._store = store.clone()
-        self._store.set_timeout(SILENCE_LIMIT)
+        """Give plans to `take`, in order, and then the end to `lose`, in a thread of our own.
+
+        The store is ours alone: who waits for a queue keeps its connection from all others.
+        """
+        store.set_timeout(SILENCE_LIMIT)
+        self._store = store
         self._queue = _queue(rank)
         self._take = take
         self._lose = lose

@@ -15,6 +15,7 @@ from worker_svc.runtime.step_plan import (
     AdmittedRow,
     AppendedBlocks,
     BlockCopies,
+    Draft,
     Float32Array,
     ForkedRow,
     Int32Array,
@@ -30,7 +31,7 @@ FLOAT32 = np.dtype("<f4")
 MAX_KV_GROUPS = 64
 """More than any model has: a bound on what one number in a message can make us allocate."""
 
-PLAN_FEATURES_NOT_SERVED = ("transfers", "drafts", "adapter_changes")
+PLAN_FEATURES_NOT_SERVED = ("transfers", "adapter_changes")
 """Fields that change what later steps mean: a plan that uses one cannot be answered."""
 
 KV_FEATURES_NOT_SERVED = ("embeddings", "adapter")
@@ -100,6 +101,7 @@ def read_plan(message: worker_pb2.StepPlan) -> StepPlan:
         exception_rows=exceptions[0],
         exception_num_computed_tokens=exceptions[1],
         exception_num_new_tokens=exceptions[2],
+        drafts=tuple(Draft(one.row, _column("drafts", one.tokens)) for one in message.drafts),
     )
 
 

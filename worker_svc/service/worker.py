@@ -142,7 +142,7 @@ class Worker:
         assignment = read_assignment(first, hello)
         if self._has_another_cache(assignment):
             return None
-        self._take_place(assignment.shard)
+        self._take_place(assignment)
         with HeartbeatThread(self._status, stream.send_heartbeat, assignment.heartbeat_s):
             try:
                 return self._work(stream, assignment)
@@ -166,7 +166,9 @@ class Worker:
         self._boot_id = secrets.randbits(64)
         return True
 
-    def _take_place(self, shard: Shard) -> None:
+    def _take_place(self, assignment: Assignment) -> None:
+        self._host.use(assignment.device_uuid)
+        shard = assignment.shard
         if shard.is_whole:
             self._group = None
         elif self._group is None or self._group.shard != shard:

@@ -17,6 +17,7 @@ from rich.table import Table
 from pagemill.cli import options, single_program
 from pagemill.cli.bare_loop import BareLoop, bare_loop
 from pagemill.cli.bench_hash import bench_hash
+from pagemill.cli.bench_kv_quality import kv_quality
 from pagemill.cli.bench_throughput import throughput
 from pagemill.cli.exit_status import CliError
 from pagemill.cli.local_server import local_server
@@ -33,6 +34,7 @@ BenchModel = Annotated[str, typer.Argument(metavar="MODEL", help="As for serve."
 app = typer.Typer(help="Measure.", no_args_is_help=True)
 app.command("hash")(bench_hash)
 app.command("throughput")(throughput)
+app.command("kv-quality")(kv_quality)
 app.command("step", context_settings=single_program.PASS_ON)(single_program.bench_step)
 app.command("kernels", context_settings=single_program.PASS_ON)(single_program.bench_kernels)
 

@@ -106,8 +106,6 @@ def throughput(
         raise CliError(
             f"quantization is {quantization!r}, must be none, int8 or int4", ExitStatus.USAGE
         )
-    if quantization != "none":
-        raise CliError(f"quantization {quantization} is not served yet", ExitStatus.USAGE)
     if stdin and cell:
         raise CliError("cells come from --cell or from --stdin, not from both", ExitStatus.USAGE)
     cells = [Cell.parse(text) for text in cell or _DEFAULT_CELLS]
@@ -115,6 +113,7 @@ def throughput(
         "device": device,
         "dtype": dtype,
         "threads": threads,
+        "quantization": quantization,
         "pipeline_depth": pipeline_depth,
     }
     bench = _Bench(resolve(model), flags, seed)

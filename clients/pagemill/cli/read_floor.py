@@ -33,7 +33,7 @@ async def read_floor(model: Path, flags: Mapping[str, object]) -> ReadFloor:
 
     Raises: CliError if the program fails; it has said why on standard error.
     """
-    wanted = {name: flags.get(name) for name in ("dtype", "threads")}
+    wanted = {name: flags.get(name) for name in ("dtype", "threads", "quantization")}
     command = program("worker_svc.bench_read", str(model), *arguments(wanted))
     process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
     try:

@@ -49,6 +49,8 @@ def serve(
     hash_seed: options.HashSeed = None,
     tensor_parallel_size: options.TensorParallelSize = None,
     pipeline_depth: options.PipelineDepth = None,
+    speculation: options.Speculation = None,
+    num_speculative_tokens: options.NumSpeculativeTokens = None,
     threads: options.Threads = None,
     worker_listen: options.WorkerListen = None,
     worker_wait: options.WorkerWait = None,

@@ -116,6 +116,12 @@ class Usage:
     recomputed_tokens: int
     """Computed a second time after preemptions."""
 
+    draft_tokens: int = 0
+    """Drafted and verified. 0 without speculation."""
+
+    accepted_draft_tokens: int = 0
+    """Of these, tokens that the model said: each saved a step."""
+
 
 @dataclass(frozen=True, slots=True)
 class Timing:

@@ -289,6 +289,8 @@ def _summary(summary: inference_pb2.Summary) -> Summary:
             usage.completion_tokens,
             usage.cached_tokens,
             usage.recomputed_tokens,
+            usage.draft_tokens,
+            usage.accepted_draft_tokens,
         ),
         Timing(timing.queue_s, timing.ttft_s, timing.total_s, timing.preemptions),
         _positions(summary.prompt_logprobs),

@@ -1024,7 +1024,11 @@ Global___BlockTransfer: _TypeAlias = BlockTransfer  # noqa: Y015
 
 @_typing.final
 class Draft(_message.Message):
-    """Drafted tokens of a row."""
+    """Drafted tokens of a row, for the step to verify. They run behind its last known token, which the
+    step runs too, so an exception gives the row's new tokens. The row samples behind each of them,
+    and keeps what it sampled up to the first token that is not the drafted one. It then counts as
+    having run as many tokens as it keeps; keys and values behind these are written anew.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 

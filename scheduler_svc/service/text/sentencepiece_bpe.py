@@ -34,16 +34,16 @@ def spelled(tokens: Sequence[str]) -> list[str]:
 
 
 def build_sentencepiece_bpe(
-    fields: FileFields, tokens: Sequence[str], types: Sequence[int]
+    fields: FileFields, vocab: dict[str, int], types: Sequence[int]
 ) -> Tokenizer:
-    """Build the tokenizer, but for its added tokens and BOS. `tokens` are as `spelled` gives them.
+    """Build the tokenizer, but for its added tokens and BOS.
 
-    Raises: ConfigError if a part is missing, or a token is there twice.
+    `vocab` has the tokens, as `spelled` gives them, by id and in order.
+
+    Raises: ConfigError if a part is missing.
     Cost: 3 s for 262,144 tokens.
     """
-    vocab = {token: id_ for id_, token in enumerate(tokens)}
-    if len(vocab) < len(tokens):
-        raise ConfigError(f"{fields.path}: tokenizer.ggml.tokens names a token twice")
+    tokens = list(vocab)
     scores = fields.required(fields.numbers, "tokenizer.ggml.scores")
     if len(scores) != len(tokens):
         raise ConfigError(

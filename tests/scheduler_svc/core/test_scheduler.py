@@ -76,6 +76,7 @@ class Policies:
     max_pass_ns: int
     eviction: str
     pinned_share: float
+    num_draft_tokens: int
 
     def scheduler(self, budget: int, depth: int, caching: bool) -> Scheduler:
         return Scheduler(
@@ -86,6 +87,7 @@ class Policies:
                 max_long_prefills=self.max_long if self.threshold else 0,
                 max_passes=self.max_passes,
                 max_pass_ns=self.max_pass_ns,
+                num_draft_tokens=self.num_draft_tokens,
             ),
             enable_prefix_caching=caching,
             waiting=waiting_queue(self.waiting, ageing_ns=self.ageing_ns),
@@ -105,6 +107,7 @@ policies = st.builds(
     max_pass_ns=st.sampled_from([0, 10, 1000]),
     eviction=st.sampled_from(sorted(EVICTION_POLICIES)),
     pinned_share=st.sampled_from([0.0, 0.25, 0.5]),
+    num_draft_tokens=st.sampled_from([0, 0, 1, 3]),
 )
 
 

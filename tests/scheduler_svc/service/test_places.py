@@ -44,11 +44,11 @@ def test_a_stranger_gets_only_the_lost_ones_place_until_the_others_had_time_to_r
         places.leave(rank)
     for rank in (0, 2):
         places.keep(rank, 100 + rank, until_s=5.0)
-    given = []
+    given: list[int | None] = []
     for boot_id in (7, 8):
-        rank = places.choose(boot_id, None, now_s)
-        given.append(rank)
-        if rank is not None:
-            places.take(rank, boot_id)
+        place = places.choose(boot_id, None, now_s)
+        given.append(place)
+        if place is not None:
+            places.take(place, boot_id)
     assert given == strangers
     assert places.choose(102, None, now_s) == 2

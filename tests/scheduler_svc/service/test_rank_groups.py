@@ -10,6 +10,7 @@ from engine_door_use import ask, until
 from fake_ranks import PORT, alive, meet, working_ranks
 from fake_worker import generate_alone
 from fake_worker_process import Connection, dialled, hello, model_facts, refusal
+from pagemill.v1 import worker_pb2
 from worker_listener import NUM_BLOCKS, PROMPT, WorkerListener, fake_worker, listening
 
 
@@ -177,6 +178,29 @@ async def test_ranks_of_a_group_must_load_the_same_model() -> None:
         code, details = await refusal(listener.address, other)
         assert code is grpc.StatusCode.FAILED_PRECONDITION
         assert details == "fingerprint is beef, must be f00d"
+
+
+async def test_ranks_of_one_machine_get_a_device_each() -> None:
+    gpus = [worker_pb2.Device(kind="cuda", uuid=f"GPU-{number}") for number in range(2)]
+
+    def greeting(boot_id: int) -> worker_pb2.WorkerHello:
+        message = hello(boot_id=boot_id)
+        del message.devices[:]
+        message.devices.extend(gpus)
+        return message
+
+    async with (
+        listening(tensor_parallel_size=3) as listener,
+        dialled(listener.address, greeting(1)) as first,
+        dialled(listener.address, greeting(2)) as second,
+    ):
+        assert [first.ack.device_uuid, second.ack.device_uuid] == ["GPU-0", "GPU-1"]
+        code, details = await refusal(listener.address, greeting(3))
+        assert code is grpc.StatusCode.ALREADY_EXISTS
+        assert details == "every device of the worker is taken by another rank"
+        # One that comes back has its own.
+        async with dialled(listener.address, greeting(2)) as again:
+            assert again.ack.device_uuid == "GPU-1"
 
 
 async def test_what_comes_in_the_wrong_order_ends_the_stream() -> None:

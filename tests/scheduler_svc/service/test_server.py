@@ -246,6 +246,7 @@ async def test_what_is_impossible_is_one_line_and_status_2(model: Path) -> None:
             ("--listen", running.address): f"listen is {running.address}, which cannot be had: ",
             ("--metrics-listen", running.address): f"metrics_listen is {running.address}, which",
             ("--max-model-len", "5000"): "max_model_len is 5000, must be at most 4096",
+            ("--tensor-parallel-size", "5"): "tensor_parallel_size is 5, must be at most 4",
         }
         free = ("--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0")
         outcomes = [await finished(str(model), *free, *flags) for flags in impossible]

@@ -45,7 +45,7 @@ def new_runner(loaded: LoadedModel, kind: Kind, max_num_seqs: int = 6) -> AnyRun
     runner, _ = make_runner(loaded, limits)
     # What was never written must never be read.
     for layer in runner.kv_cache.layers:
-        for cache in layer:
+        for cache in layer[:2]:
             cache.fill_(float("nan"))
     return kind(loaded, runner)
 

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,7 @@ def test_there_is_one_block_more_than_is_usable(config: ModelConfig, dtype: torc
     assert len(cache.layers) == 2
     num_bytes = 0
     for layer in cache.layers:
-        for tensor in layer:
+        for tensor in layer[:2]:
             assert tensor.shape == (8, 4, 2, 16)
             assert tensor.dtype == dtype
             assert tensor.is_contiguous()
@@ -41,6 +42,7 @@ def test_there_is_one_block_more_than_is_usable(config: ModelConfig, dtype: torc
 
 TOUCH = """
 import sys
+from dataclasses import replace
 from pathlib import Path
 import psutil, torch
 from worker_svc.model.checkpoint import read_model_config
@@ -69,14 +71,23 @@ def test_blocks_are_copied_in_every_layer(config: ModelConfig) -> None:
     cache = KVCache(config, 5, 4, torch.float32, CPU)
     before = []
     for layer in cache.layers:
-        for tensor in layer:
+        for tensor in layer[:2]:
             tensor.normal_()
             before.append(tensor.clone())
     cache.copy_blocks(BlockCopies(int32(1, 1, 4), int32(2, 5, 3)))
-    after = [tensor for layer in cache.layers for tensor in layer]
+    after = [tensor for layer in cache.layers for tensor in layer[:2]]
     for old, new in zip(before, after, strict=True):
         assert torch.equal(new[[0, 1, 4]], old[[0, 1, 4]])
         assert torch.equal(new[[2, 5, 3]], old[[1, 1, 4]])
+
+
+def test_layers_of_several_groups_share_memory_but_not_within_a_group(config: ModelConfig) -> None:
+    hybrid = replace(config, num_layers=6, sliding_window=8, full_layers=frozenset({2, 5}))
+    assert [group.layers for group in hybrid.kv_groups] == [(2, 5), (0, 1), (3, 4)]
+    cache = KVCache(hybrid, 3, 4, torch.float32, CPU)
+    places = [layer[0].data_ptr() for layer in cache.layers]
+    assert places[2] == places[0] == places[3] != places[5] == places[1] == places[4]
+    assert block_bytes(hybrid, 4, torch.float32) == block_bytes(config, 4, torch.float32)
 
 
 @pytest.mark.parametrize(

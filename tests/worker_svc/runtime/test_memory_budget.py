@@ -1,7 +1,6 @@
 """Memory is divided as the reference engine divides it, and what cannot fit is said in numbers."""
 
 from collections.abc import Callable
-from pathlib import Path
 
 import psutil
 import pytest
@@ -16,9 +15,9 @@ from worker_svc.runtime.memory_budget import (
     GIB,
     MAX_CPU_BYTES,
     MemoryReport,
-    available_memory_bytes,
     blocks_for,
     cpu_cache_bytes,
+    cuda_cache_bytes,
     num_blocks_that_fit,
     startup_lines,
 )
@@ -120,15 +119,50 @@ def test_a_cpu_cache_takes_part_of_what_is_free() -> None:
     assert 0 < cpu_cache_bytes(1.0) <= MAX_CPU_BYTES
 
 
-def test_a_container_has_what_its_limit_leaves(tmp_path: Path) -> None:
-    def write(limit: str, used: int, inactive: int) -> int:
-        (tmp_path / "memory.max").write_text(f"{limit}\n")
-        (tmp_path / "memory.current").write_text(f"{used}\n")
-        (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {inactive}\n")
-        return available_memory_bytes(tmp_path)
+class Gpu:
+    """A GPU of 100 bytes: torch holds `reserved`, others `others`; a step peaks at `peak`."""
 
-    assert write("1000000", used=300000, inactive=100000) == 800000
-    assert write("1000000", used=2000000, inactive=0) == 0
-    assert write(str(1 << 60), used=0, inactive=0) < 1 << 50
-    assert write("max", used=0, inactive=0) > 1 << 20
-    assert available_memory_bytes(tmp_path / "gone") > 1 << 20
+    def __init__(self, *, reserved: int, others: int, peak: int) -> None:
+        self.reserved, self.others, self.peak = reserved, others, peak
+        self.calls: list[str] = []
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        cuda = torch.cuda
+        monkeypatch.setattr(
+            cuda, "mem_get_info", lambda _: (100 - self.reserved - self.others, 100)
+        )
+        monkeypatch.setattr(cuda, "memory_reserved", lambda _: self.reserved)
+        monkeypatch.setattr(cuda, "max_memory_allocated", lambda _: self.peak)
+        for name in ("reset_peak_memory_stats", "synchronize"):
+            monkeypatch.setattr(cuda, name, lambda _, name=name: self.calls.append(name))
+        monkeypatch.setattr(cuda, "empty_cache", lambda: self.calls.append("empty_cache"))
+
+    def step(self) -> None:
+        """The largest step: what it freed stays reserved until the allocator gives it back."""
+        self.calls.append("step")
+        self.reserved = max(self.reserved, self.peak)
+
+
+def test_a_gpu_cache_gets_the_share_less_the_peak_and_what_others_hold(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Gpu(reserved=30, others=5, peak=42)
+    gpu.install(monkeypatch)
+    assert cuda_cache_bytes(torch.device("cuda"), 0.92, gpu.step) == 92 - 42 - 5
+    assert gpu.calls == ["reset_peak_memory_stats", "step", "synchronize", "empty_cache"]
+
+
+def test_a_gpu_without_its_share_free_is_refused_before_the_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    gpu = Gpu(reserved=30, others=9, peak=42)
+    gpu.install(monkeypatch)
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization is 0.92: asks for .* is free"):
+        cuda_cache_bytes(torch.device("cuda"), 0.92, gpu.step)
+    assert gpu.calls == []
+
+
+def test_a_gpu_filled_by_the_peak_has_no_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(reserved=30, others=0, peak=95)
+    gpu.install(monkeypatch)
+    assert cuda_cache_bytes(torch.device("cuda"), 0.92, gpu.step) == 0

@@ -59,7 +59,7 @@ def new_runner(
         runner, _ = make_runner(loaded, limits)
         # What was never written must never be read.
         for layer in runner.kv_cache.layers:
-            for cache in layer:
+            for cache in layer[:2]:
                 cache.fill_(float("nan"))
         return kind(loaded, runner)
 

@@ -6,11 +6,12 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiny_families import write_family
 from tiny_llama import write_tiny_llama
 from worker_svc.errors import ConfigError
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.kv_cache import block_bytes
-from worker_svc.runtime.memory_budget import GIB, MAX_CPU_BYTES
+from worker_svc.runtime.memory_budget import GIB, MAX_CPU_BYTES, startup_lines
 from worker_svc.runtime.start_up import RunnerLimits, make_runner, run_largest_step
 
 
@@ -44,6 +45,22 @@ def test_a_window_needs_no_memory_for_the_whole_length(loaded: LoadedModel) -> N
     assert make_runner(loaded, limits)[0].kv_cache.num_blocks == 7
     with pytest.raises(ConfigError, match="max_model_len is 512"):
         make_runner(loaded, replace(limits, kv_cache_memory_bytes=num_bytes - 1))
+
+
+def test_a_request_of_several_groups_counts_the_blocks_of_all(tmp_path: Path) -> None:
+    write_family("gemma3", tmp_path)
+    loaded = load_model(tmp_path, torch.float32, torch.device("cpu"))
+    limits = RunnerLimits(block_size=4, max_num_batched_tokens=16, max_num_seqs=4)
+    # Of 128 tokens the layer that sees all holds 32 blocks; each of the six with a window of 7
+    # holds what the first of 16 tokens sees, up to the last, and a block begun inside.
+    needed = 32 + 6 * 7
+    per_block = block_bytes(loaded.model.config, 4, torch.float32)
+    _, report = make_runner(loaded, replace(limits, kv_cache_memory_bytes=needed * per_block))
+    assert report.blocks_per_request == report.num_blocks == needed
+    assert report.max_concurrency == 1.0
+    with pytest.raises(ConfigError, match="must be at most 124"):
+        make_runner(loaded, replace(limits, kv_cache_memory_bytes=needed * per_block - 1))
+    run_largest_step(loaded.model, limits)
 
 
 def test_memory_is_measured_unless_it_is_given(loaded: LoadedModel) -> None:
@@ -81,3 +98,13 @@ def test_impossible_limits_are_named(limits: dict[str, int], message: str) -> No
 def test_the_largest_step_can_be_rehearsed(loaded: LoadedModel, rows: int, tokens: int) -> None:
     """On a GPU its memory is measured; here it shows that the step fits together."""
     run_largest_step(loaded.model, RunnerLimits(max_num_seqs=rows, max_num_batched_tokens=tokens))
+
+
+def test_blocks_that_hold_no_longest_request_are_said_to(loaded: LoadedModel) -> None:
+    _, report = make_runner(loaded, RunnerLimits(num_gpu_blocks_override=3))
+    assert startup_lines(report)[-1] == (
+        "max_model_len is 512, and the KV cache holds less: the longest request that fits has "
+        "48 tokens"
+    )
+    _, enough = make_runner(loaded, RunnerLimits(num_gpu_blocks_override=32))
+    assert len(startup_lines(enough)) == 3

@@ -76,9 +76,13 @@ def test_every_row_gets_all_its_tokens_within_the_budget(run: BenchRun) -> None:
     assert sum(counts) == run.num_seqs * (run.max_model_len - 1)
 
 
-@given(run=runs)
-def test_no_two_rows_share_a_block_and_none_has_the_null_block(run: BenchRun) -> None:
-    tables = [row.block_tables[0] for plan in plan_run(run) for row in plan.admitted]
+@given(run=runs, num_groups=st.integers(1, 3))
+def test_no_two_rows_share_a_block_and_none_has_the_null_block(
+    run: BenchRun, num_groups: int
+) -> None:
+    rows = [row for plan in plan_run(run, num_groups) for row in plan.admitted]
+    assert all(len(row.block_tables) == num_groups for row in rows)
+    tables = [table for row in rows for table in row.block_tables]
     blocks = np.concatenate(tables)
     assert sorted(blocks.tolist()) == list(range(1, len(blocks) + 1))
     assert all(len(table) * run.block_size >= run.max_model_len for table in tables)

@@ -9,6 +9,7 @@ from worker_svc.service.devices import (
     choose_dtype,
     cpu_computes_bfloat16,
     describe_device,
+    usable_devices,
 )
 
 
@@ -38,6 +39,17 @@ def test_a_device_the_machine_does_not_have_is_refused() -> None:
     assert choose_device("cpu") == torch.device("cpu")
     with pytest.raises(ConfigError, match=r"device is 'cuda:99', and this machine has \d+ CUDA"):
         choose_device("cuda:99")
+
+
+def test_all_gpus_are_usable_unless_one_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    found = {
+        name: [str(device) for device in usable_devices(name)]
+        for name in ("auto", "cuda", "cuda:2", "cpu")
+    }
+    every = ["cuda:0", "cuda:1", "cuda:2"]
+    assert found == {"auto": every, "cuda": every, "cuda:2": ["cuda:2"], "cpu": ["cpu"]}
 
 
 def test_a_cpu_has_memory_and_no_uuid() -> None:

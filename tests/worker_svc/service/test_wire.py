@@ -371,7 +371,6 @@ def test_what_is_told_of_tokens_prompts_and_rows_is_written() -> None:
     ("feature", "changes"),
     [
         ("transfers", {"transfers": [worker_pb2.BlockTransfer()]}),
-        ("drafts", {"drafts": [worker_pb2.Draft()]}),
         ("adapter_changes", {"adapter_changes": [worker_pb2.AdapterChange()]}),
         ("adapter", {"admitted": [worker_pb2.AdmittedRow(adapter=1)]}),
         (
@@ -415,3 +414,16 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
         | set(wire.ROW_FEATURES_NOT_SERVED)
         | set(wire.KV_FEATURES_NOT_SERVED)
     )
+
+
+def test_drafts_are_read_row_by_row() -> None:
+    message = worker_pb2.StepPlan(
+        drafts=[
+            worker_pb2.Draft(row=2, tokens=encode([7, 8])),
+            worker_pb2.Draft(row=5, tokens=encode([9])),
+        ]
+    )
+    drafts = wire.read_plan(message).drafts
+    assert [(draft.row, draft.tokens.tolist()) for draft in drafts] == [(2, [7, 8]), (5, [9])]
+    with pytest.raises(InvariantError, match="drafts has 3 bytes"):
+        wire.read_plan(worker_pb2.StepPlan(drafts=[worker_pb2.Draft(row=1, tokens=b"abc")]))

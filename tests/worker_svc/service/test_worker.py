@@ -392,3 +392,16 @@ def test_the_secret_is_in_no_log_line() -> None:
         worker.ends_with()
         assert "joined" in worker.log.getvalue()
         assert "open sesame" not in worker.log.getvalue()
+
+
+def test_the_device_that_the_scheduler_chose_is_used() -> None:
+    host = FakeHost()
+    host.device.uuid = "GPU-0"
+    host.more_devices = (worker_pb2.Device(kind="cuda", uuid="GPU-1"),)
+    with ScriptedScheduler() as scheduler, running_worker(host, scheduler.address):
+        connection = scheduler.accept()
+        hello = connection.hear("hello")
+        assert [device.uuid for device in hello.devices] == ["GPU-0", "GPU-1"]
+        connection.acknowledge_hello(hello, device_uuid="GPU-1")
+        connection.hear("ready")
+    assert host.used == ["GPU-1"]

@@ -163,7 +163,7 @@ def test_control_tokens_are_special_and_user_defined_ones_are_text() -> None:
 @pytest.mark.parametrize(
     ("changes", "complaint"),
     [
-        ({"model": "llama"}, "tokenizer.ggml.model is 'llama', must be 'gpt2'"),
+        ({"model": "bert"}, "tokenizer.ggml.model is 'bert', must be 'gpt2'"),
         ({"model": None}, "tokenizer.ggml.model is missing"),
         ({"pre": "bloom"}, "tokenizer.ggml.pre is 'bloom', must be one of default, gpt-2, smollm"),
         ({"pre": None}, "tokenizer.ggml.pre is missing"),
