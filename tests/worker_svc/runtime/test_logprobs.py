@@ -45,7 +45,7 @@ def runner(loaded: LoadedModel) -> ModelRunner:
     )
     made, _ = make_runner(loaded, limits)
     for layer in made.kv_cache.layers:
-        for cache in layer:
+        for cache in layer[:2]:
             cache.fill_(float("nan"))
     return made
 
