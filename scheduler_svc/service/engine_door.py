@@ -3,12 +3,14 @@
 from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.embedded_span import EmbeddedSpan
+from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.request import BeamOptions, FinishReason, MissReason, Sampling
+from scheduler_svc.core.told import PromptTable, TokenTold, Vector
 from scheduler_svc.service.step_record import StepTimes
 
 
@@ -69,6 +71,9 @@ class Submission:
 
     embeddings: tuple[EmbeddedSpan, ...] = ()
     """In place of tokens, in order of position, within the prompt."""
+
+    reports: Reports = field(default_factory=Reports)
+    """What is wanted beside tokens, or in place of them."""
 
     @property
     def num_outputs(self) -> int:
@@ -146,6 +151,9 @@ class Finish:
     score: float | None = None
     """Of a hypothesis: that sum over its length to the power of the length penalty."""
 
+    vector: Vector | None = None
+    """The pooled hidden state, where one was asked for and could be computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gain:
@@ -163,6 +171,9 @@ class Gain:
     finish: Finish | None
     """Set in the last gain of a sequence, and only there."""
 
+    told: tuple[TokenTold, ...] = ()
+    """What is told of each of the tokens, where asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
@@ -173,6 +184,9 @@ class TokenBatch:
 
     account: Account | None
     """Set in the last batch of a stream, with which every sequence has ended; only there."""
+
+    prompt_table: PromptTable | None = None
+    """What is told of the prompt, where asked for: set in the first batch that has tokens."""
 
 
 class TokenStream(Protocol):

@@ -37,6 +37,7 @@ def make_request(
         beam=submission.beam,
         adapter_slot=adapter.slot if adapter else 0,
         embeddings=submission.embeddings,
+        reports=submission.reports,
     )
 
 

@@ -7,6 +7,7 @@ from worker_svc.errors import InvariantError
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.embedded_spans import EmbeddedSpans
 from worker_svc.runtime.forks import fork_columns
+from worker_svc.runtime.logit_rules import names_only
 from worker_svc.runtime.sampling_columns import SamplingColumns
 from worker_svc.runtime.step_plan import (
     AdmittedRow,
@@ -161,6 +162,7 @@ class Rows:
         self._known[rows] = False
         self.num_new_tokens[rows] = 0
         self.embedded.forget(rows)
+        self.sampling.forget(rows)
         if self.failures:
             for row in rows.tolist():
                 self.failures.pop(row, None)
@@ -232,6 +234,8 @@ class Rows:
             self.failures[row] = self._bad_token()
         if (reason := self.embedded.replace(row, entry)) is not None:
             self.failures[row] = reason
+        if self.sampling.is_ruled[row] and not names_only(entry.sampling, self._vocab_size):
+            self.failures[row] = self._bad_token()
 
     def _bad_token(self) -> str:
         return f"a token id is not in 0 to {self._vocab_size - 1}"

@@ -33,6 +33,7 @@ SCHEDULER_SETTINGS = frozenset(
         "log_level",
         "long_prefill_token_threshold",
         "max_embedding_bytes",
+        "max_logprobs",
         "max_long_prefills",
         "max_loras",
         "max_model_len",

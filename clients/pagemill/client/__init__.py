@@ -3,6 +3,7 @@
 from pagemill.client.arguments import ChatArguments, EmbeddingSpan, GenerateArguments
 from pagemill.client.async_client import AsyncClient
 from pagemill.client.channel import Keepalive
+from pagemill.client.embedding import Embeddings
 from pagemill.client.errors import (
     AlreadyExistsError,
     CallCancelledError,
@@ -58,6 +59,7 @@ __all__ = [
     "DeadlineExceededError",
     "Delta",
     "EmbeddingSpan",
+    "Embeddings",
     "Event",
     "FinishReason",
     "Finished",
