@@ -17,7 +17,7 @@ from scheduler_svc.core.errors import (
     UnavailableError,
     UnknownAdapterError,
 )
-from scheduler_svc.service.engine_door import AdapterState
+from scheduler_svc.service.adapter_door import AdapterState
 from scheduler_svc.service.field_bounds import quoted
 from scheduler_svc.service.group_events import AdapterLost
 
