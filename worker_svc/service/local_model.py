@@ -152,7 +152,9 @@ class LocalModel:
         # Triton takes a second to import, and a worker on a CPU has no use for it.
         from worker_svc.runtime.device_runner import DeviceRunner  # noqa: PLC0415
 
-        return DeviceRunner.beside(self._loaded.model, runner), report
+        beside = DeviceRunner(self._loaded.model, runner)
+        beside.record_graphs()
+        return beside, report
 
 
 def set_threads(num_threads: int | None, *, leave_one: bool = False) -> None:
