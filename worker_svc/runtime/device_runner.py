@@ -36,9 +36,10 @@ class DeviceRunner:
     is known when its step is collected; a row that failed is not run from then on, and what it
     sampled meanwhile is dropped.
 
-    A step in which a row tells more than tokens and candidates (log-probabilities, vectors), or
-    verifies drafts, is run as on a CPU, by a `ModelRunner`: `launch` waits for it. Its draws are
-    the device's, so who shares a step with such a row samples what it would have alone.
+    A step in which a row tells more than tokens and candidates (log-probabilities, vectors),
+    verifies drafts or takes embeddings is run as on a CPU, by a `ModelRunner`: `launch` waits for
+    it. Its draws are the device's, so who shares a step with such a row samples what it would
+    have alone.
 
     Thread safety: one thread launches, another may collect, oldest step first.
     """
@@ -105,6 +106,7 @@ class DeviceRunner:
                 )
             self._last_step_id = plan.step_id
             self.rows.apply(plan)
+            self._waiting.fail_without_adapter(plan)
             self._count_generations(plan)
             self.kv_cache.copy_blocks(plan.copies)
             self._device_rows.follow(plan)
@@ -192,9 +194,9 @@ class DeviceRunner:
                 self._generations[fork.row] += 1
 
     def _must_wait(self, running: Int64Array) -> bool:
-        """Return whether a row tells what only the host can tell of it."""
+        """Return whether a row takes or tells what only a step that is waited for can."""
         rows, params = self.rows, self.rows.sampling
-        return bool(
+        return rows.embedded.are_of(running) or bool(
             (
                 params.logprobs[running]
                 | (params.prompt_logprobs[running] != NO_PROMPT_LOGPROBS)

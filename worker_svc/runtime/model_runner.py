@@ -8,12 +8,14 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.errors import InvariantError
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.runtime import sampler
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.drafts import verify_drafts, with_verified
+from worker_svc.runtime.embedded_spans import EmbeddedSpans
 from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.logit_rules import apply_rules
 from worker_svc.runtime.logprobs import find_prompt_logprobs, sampled_logprobs
@@ -60,7 +62,16 @@ class ModelRunner:
     others append the tokens it shares, and have no results.
     """
 
-    __slots__ = ("_last_step_id", "_model", "_pooler", "_ranks", "kv_cache", "rows", "sampler")
+    __slots__ = (
+        "_adapters",
+        "_last_step_id",
+        "_model",
+        "_pooler",
+        "_ranks",
+        "kv_cache",
+        "rows",
+        "sampler",
+    )
 
     def __init__(
         self,
@@ -70,7 +81,9 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         ranks: OtherRanks | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
+        """Run rows with adapters of the bank that the model was loaded with, if it was."""
         tables = tuple(
             BlockTables(
                 max_num_seqs,
@@ -82,8 +95,11 @@ class ModelRunner:
             for group in model.config.kv_groups
         )
         self.kv_cache = kv_cache
-        self.rows = Rows(max_num_seqs, max_model_len, tables, model.config.vocab_size)
+        embedded = EmbeddedSpans(model.config.hidden_size, model.dtype, model.device)
+        vocab_size = model.config.vocab_size
+        self.rows = Rows(max_num_seqs, max_model_len, tables, vocab_size, embedded)
         self._model = model
+        self._adapters = adapters
         self._pooler = Pooler()
         self._ranks = ranks or NoOtherRanks()
         self.sampler: Sampler = sampler
@@ -102,6 +118,7 @@ class ModelRunner:
             )
         self._last_step_id = plan.step_id
         self.rows.apply(plan)
+        self.fail_without_adapter(plan)
         self.kv_cache.copy_blocks(plan.copies)
         return self.run_rows(plan.step_id, self.rows.running(), started)
 
@@ -120,6 +137,8 @@ class ModelRunner:
                 self.rows.failed(),
             )
         inputs = build_step_inputs(self.rows, running, self._model.device)
+        if self._adapters is not None:
+            self._adapters.begin(self.rows.adapter[running], self.rows.num_new_tokens[running])
         prepared = perf_counter_ns()
         hidden = self._compute(inputs)
         prompts = find_prompt_logprobs(self._model.logits, hidden, self.rows, running, self._ranks)
@@ -144,6 +163,12 @@ class ModelRunner:
         )
         return result if verified is None else with_verified(result, verified)
 
+    def fail_without_adapter(self, plan: StepPlan) -> None:
+        """Fail admitted rows whose adapter is not here."""
+        for entry in plan.admitted:
+            if entry.adapter and not (self._adapters and self._adapters.has(entry.adapter)):
+                self.rows.failures[entry.row] = f"adapter {entry.adapter} is not loaded here"
+
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
         """Return the hidden states of all tokens. Shape: [T, E]."""
         return self._model.forward(
@@ -154,6 +179,7 @@ class ModelRunner:
             inputs.block_tables,
             inputs.seq_lens,
             inputs.query_start_loc,
+            inputs.embedded,
         )
 
     def _sample(self, logits: torch.Tensor, rows: Int64Array) -> Sampled:
