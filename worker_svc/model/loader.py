@@ -112,10 +112,16 @@ class Loader:
 
     def finish(self) -> None:
         """Raise ModelError if a tensor was not taken: it would change the result, were it used."""
-        # Old files repeat the rotary frequencies in each layer.
-        unknown = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
+        unknown = sorted(name for name in self._left if not self._changes_nothing(name))
         if unknown:
             raise ModelError(f"{len(unknown)} tensors are not known, the first is {unknown[0]}")
+
+    def _changes_nothing(self, name: str) -> bool:
+        """Return whether a tensor is known to be there for nothing."""
+        # Old files repeat the rotary frequencies in each layer; GPTQ's have biases of 0 everywhere.
+        if name.endswith(".bias"):
+            return not self._source.read(name, torch.float32).any()
+        return name.endswith("rotary_emb.inv_freq")
 
     def lm_head(self, embedding: torch.Tensor) -> Linear:
         """Return the head, which some models share with the embedding."""
