@@ -112,18 +112,18 @@ def shape_of(stored: Stored) -> list[int]:
     per_word = _WORD // stored.quantisation.bits
     match stored.quantisation.layout:
         case Layout.PLAIN:
-            rows, columns = stored.matrix_of("weight")
+            return stored.matrix_of("weight")
         case Layout.ROWS:
             stored.check_shape("weight_shape", [2])
             rows, columns = stored.read("weight_shape", torch.int64).tolist()
             stored.check_shape("weight_packed", [rows, -(-columns // per_word)])
+            return [rows, columns]
         case Layout.AWQ:
             columns, packed = stored.matrix_of("qweight")
-            rows = packed * per_word
+            return [packed * per_word, columns]
         case Layout.GPTQ:
             packed, rows = stored.matrix_of("qweight")
-            columns = packed * per_word
-    return [rows, columns]
+            return [rows, packed * per_word]
 
 
 def read_matrix(stored: Stored, rows: range, columns: range) -> QuantisedMatrix:
@@ -222,8 +222,8 @@ def _grid_of_scales(stored: Stored, whole: Sequence[int]) -> tuple[list[int], tu
         grid = [-(-rows // steps[0]), -(-columns // steps[1])]
         stored.check_shape("weight_scale", grid)
         return grid, steps
-    a_row, for_all = ([rows, 1], [rows]), ([], [1], [1, 1])
-    stored.check_shape("weight_scale", *a_row, *for_all)
+    a_row = [rows, 1], [rows]
+    stored.check_shape("weight_scale", *a_row, [], [1], [1, 1])
     if stored.shape("weight_scale") in a_row:
         return [rows, 1], (1, columns)
     return [1, 1], (rows, columns)
