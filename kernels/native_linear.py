@@ -1,6 +1,7 @@
 """A linear layer as other native code calls it."""
 
 import ctypes
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -29,10 +30,11 @@ class HasNativeLinear(Protocol):
 
 
 def native_linear(
-    call: object | None, arguments: ctypes.Structure, num_outputs: int
+    call: Callable[..., int] | None, arguments: ctypes.Structure, num_outputs: int
 ) -> NativeLinear | None:
-    """Return how native code makes a call that Python makes with a function of ctypes."""
-    if not isinstance(call, ctypes._CFuncPtr):
+    """Return how native code makes a call that Python makes with a function of ctypes, if any."""
+    if call is None:
         return None
-    address = ctypes.cast(call, ctypes.c_void_p).value
+    # What ctypes calls is a pointer to a function, which its types do not say.
+    address = ctypes.cast(call, ctypes.c_void_p).value  # type: ignore[arg-type]
     return NativeLinear(address or 0, ctypes.addressof(arguments), num_outputs)

@@ -145,6 +145,9 @@ class SchedulerSettings(BaseSettings):
     max_num_batched_tokens: int = Field(default=2048, ge=1, le=2**24)
     """Most tokens in a step. More raises throughput, and the time between two tokens."""
 
+    max_logprobs: int = Field(default=20, ge=0, le=100)
+    """Most candidates that a request may ask for at each position, of output or prompt."""
+
     max_waiting_requests: int = Field(default=4096, ge=1, le=2**20)
     """Most requests in the queue. Further ones are refused with RESOURCE_EXHAUSTED."""
 

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+import numpy as np
+
 from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
@@ -117,6 +119,8 @@ class FakeStream:
                 continue
             if self.aborted.is_set():
                 sequence.finish = sequence.finish or Finish(FinishReason.ABORT, None, "")
+            if self._submission.reports.pooling is not None:
+                sequence.finish = sequence.finish or self._door.pool(self._submission)
             tokens = sequence.next_tokens(MAX_OUTPUT if beams else self._door.batch_size)
             if tokens:
                 self._first_ns = self._first_ns or time.monotonic_ns()
@@ -162,6 +166,12 @@ class FakeStream:
         )
 
 
+def last_ids(submission: Submission) -> Finish:
+    """Pool a prompt into its length and its last id."""
+    vector = np.array([len(submission.token_ids), submission.token_ids[-1]], dtype=np.float32)
+    return Finish(FinishReason.STOP, None, "", vector=vector)
+
+
 class FakeDoor:
     """An `EngineDoor`. Tests set its attributes, and read what it saw."""
 
@@ -170,6 +180,8 @@ class FakeDoor:
         self.script: Script = successors
         self.more_scripts: tuple[Script, ...] = ()
         """Of the sequences behind the first; all in turn, if a request has more."""
+        self.pool: Callable[[Submission], Finish] = last_ids
+        """How a request for a vector ends."""
         self.batch_size = 1
         self.step_s = 0.0
         self.error: RequestError | None = None
@@ -179,6 +191,7 @@ class FakeDoor:
         self.submissions: list[Submission] = []
         self.cuts: list[int] = []
         self.num_left = 0
+        self.most_live = 0
         self.live: dict[tuple[str, str], FakeStream] = {}
         self.num_steps = 0
         self.pins: dict[str, tuple[list[int], ExtraKeys, float]] = {}
@@ -211,6 +224,7 @@ class FakeDoor:
             raise DuplicateRequestError(f"{submission.request_id!r} is live")
         stream = FakeStream(self, submission)
         self.live[key] = stream
+        self.most_live = max(self.most_live, len(self.live))
         self._empty.clear()
         try:
             yield stream

@@ -11,8 +11,10 @@ from itertools import chain
 
 import numpy as np
 
+from fake_told import candidates_of, pooled, prompt_part, told_of
 from scheduler_svc.core.beam_search import BeamSearch
 from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
+from scheduler_svc.core.reports import Pooling
 from scheduler_svc.core.request import BeamOptions, Hypothesis, Stopping
 from scheduler_svc.core.step_plan import (
     Candidates,
@@ -21,6 +23,7 @@ from scheduler_svc.core.step_plan import (
     StepPlan,
     StepResult,
 )
+from scheduler_svc.core.told import PromptPart
 
 ROOT = 17
 
@@ -99,6 +102,13 @@ class FakeRow:
     index: int = 0
     num_samples: int = 1
     num_candidates: int = 0
+    logprobs: bool = False
+    num_told: int | None = None
+    """Candidates told at each position of the prompt. None: nothing is told."""
+    num_prompt: int = 0
+    pooling: Pooling | None = None
+    first_computed: int = 0
+    """Tokens it had in the cache when it was admitted."""
     histories: list[int] = field(default_factory=list)
     failed: bool = False
     root: int = ROOT
@@ -137,7 +147,7 @@ class FakeRow:
         if self.drafted:
             return self.verify(in_doubt=in_doubt)
         history = self.history(len(self.tokens) - 1)
-        if self.num_candidates:
+        if self.num_candidates and not self.logprobs:
             self.tokens.append(int(self.candidates(in_doubt=in_doubt)[0][0]))
             return self.tokens[-1:]
         drawn = [next_token(history, self.index + i) for i in range(self.num_samples)]
@@ -149,7 +159,35 @@ class FakeRow:
     def candidates(self, *, in_doubt: bool = False) -> tuple[Int32Array, Float32Array]:
         """Return the likeliest ids behind the last token, if they were asked for."""
         history = self.history(len(self.tokens) - 1)
+        if self.logprobs:
+            ids, logprobs = candidates_of(history + in_doubt, self.num_candidates)
+            return np.array(ids, dtype=np.int32), np.array(logprobs, dtype=np.float32)
         return likeliest(history + in_doubt, self.num_candidates)
+
+    def told(self, drawn: list[int], *, in_doubt: bool = False) -> list[tuple[float, int]]:
+        """Return what is told of tokens just drawn; zeros, if nothing was asked."""
+        history = self.history(len(self.tokens) - 2)
+        return [
+            told_of(history + in_doubt, token) if self.logprobs else (0.0, 0) for token in drawn
+        ]
+
+    def prompt_part(self, number: int) -> PromptPart | None:
+        """Return what this step tells of the prompt, if anything."""
+        last = min(self.num_computed + self.num_new, self.num_prompt - 1)
+        if self.num_told is None or last <= self.num_computed:
+            return None
+        begin = self.num_computed
+        histories = [self.history(position) for position in range(begin, last)]
+        return prompt_part(
+            number, begin + 1, histories, self.tokens[begin + 1 : last + 1], self.num_told
+        )
+
+    def vector(self) -> Float32Array:
+        """Return the pooled state, all tokens being computed."""
+        assert self.pooling is not None
+        assert self.pooling is Pooling.LAST or not self.first_computed
+        histories = [self.history(position) for position in range(len(self.tokens))]
+        return np.array(pooled(histories, self.pooling), dtype=np.float32)
 
     def fork(self, index: int, last_token: int | None, num_blocks: int) -> "FakeRow":
         """Return a row that goes on from here, with the first blocks and another last token."""
@@ -173,6 +211,15 @@ def _columns(candidates: list[tuple[Int32Array, Float32Array]]) -> Candidates | 
         return None
     ids, logprobs = zip(*candidates, strict=True)
     return Candidates(np.concatenate(ids), np.concatenate(logprobs), counts)
+
+
+def _told_columns(
+    told: list[tuple[float, int]],
+) -> tuple[Float32Array | None, Int32Array | None]:
+    if not any(rank for _, rank in told):
+        return None, None
+    logprobs, ranks = zip(*told, strict=True)
+    return np.array(logprobs, dtype=np.float32), np.array(ranks, dtype=np.int32)
 
 
 class FakeWorker:
@@ -210,6 +257,9 @@ class FakeWorker:
         sampled: list[list[int]] = []
         candidates: list[tuple[Int32Array, Float32Array]] = []
         sampling, errors = [], []
+        told: list[tuple[float, int]] = []
+        parts: list[PromptPart] = []
+        vectors: list[tuple[int, Float32Array]] = []
         for number, row in running:
             if row.failed:
                 # It has stopped for good, and waits to be released.
@@ -221,10 +271,15 @@ class FakeWorker:
                     assert self.cache.get(slot) == row.history(position)
             end = row.num_computed + row.num_new
             assert end <= len(row.tokens)
-            if end == len(row.tokens):
+            if (part := row.prompt_part(number)) is not None:
+                parts.append(part)
+            if end == len(row.tokens) and row.pooling is not None:
+                vectors.append((number, row.vector() + in_doubt))
+            elif end == len(row.tokens):
                 sampling.append(number)
                 candidates.append(row.candidates(in_doubt=in_doubt))
                 sampled.append(row.sample(in_doubt=in_doubt))
+                told += row.told(sampled[-1], in_doubt=in_doubt)
         return StepResult(
             plan.step_id,
             np.array([*chain(*sampled)], dtype=np.int32),
@@ -232,6 +287,9 @@ class FakeWorker:
             np.array(sampling, dtype=np.int32),
             np.array([len(tokens) for tokens in sampled], dtype=np.int32),
             _columns(candidates),
+            *_told_columns(told),
+            tuple(parts),
+            tuple(vectors),
         )
 
     def _store(self, row: FakeRow, *, in_doubt: bool) -> None:
@@ -295,6 +353,11 @@ class FakeWorker:
                 new.sequence_index,
                 new.num_samples,
                 new.num_candidates,
+                new.logprobs,
+                new.prompt_logprobs,
+                new.num_prompt_tokens,
+                new.pooling,
+                new.num_computed_tokens,
                 root=self.roots.get(new.request_id, ROOT),
             )
         for gained in plan.appended:

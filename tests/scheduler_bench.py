@@ -8,6 +8,7 @@ from fake_worker import FakeWorker
 from scheduler_svc.core.block_hash import BlockHash, ExtraKeys
 from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.limits import Limits
+from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.request import BeamOptions, Request, Sampling, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepOutcome, StepPlan, StepResult
@@ -44,6 +45,7 @@ def request(
     n: int = 1,
     read_cache: bool = True,
     beam: BeamOptions | None = None,
+    reports: Reports | None = None,
 ) -> Request:
     return Request(
         name,
@@ -58,6 +60,7 @@ def request(
         num_sequences=n,
         read_cache=read_cache,
         beam=beam,
+        reports=reports,
     )
 
 
@@ -102,6 +105,17 @@ class Bench:
         while self.plan(failing) is not None:
             pass
         return self.answer() if self.wire else None
+
+    def lose_worker(self, *, same_process: bool) -> None:
+        """Lose the connection, and have the same worker back or one with an empty cache."""
+        self.scheduler.lose_worker(self.now_ns)
+        self.scheduler.check()
+        self.wire.clear()
+        if same_process:
+            self.scheduler.rejoin(self.now_ns)
+        else:
+            assert self.join() == []
+        self.scheduler.check()
 
     def run(self) -> None:
         while self.scheduler.has_work:

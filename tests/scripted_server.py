@@ -1,6 +1,7 @@
 """A server that plays what a test tells it, over real gRPC: what clients meet, but no engine."""
 
 import asyncio
+import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -139,6 +140,7 @@ class ScriptedServer:
     serving: bool = True
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     aborts: list[control_pb2.AbortRequest] = field(default_factory=list)
+    embeds: list[inference_pb2.EmbedRequest] = field(default_factory=list)
     pins: list[admin_pb2.PinRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
@@ -159,6 +161,19 @@ class ScriptedServer:
             self.cancelled.append(request.request_id)
             self.cancellation.set()
             raise
+
+    async def Embed(
+        self, request: inference_pb2.EmbedRequest, context: Any
+    ) -> inference_pb2.EmbedResponse:
+        self.embeds.append(request)
+        count = len(request.texts.texts) + len(request.tokens.inputs)
+        return inference_pb2.EmbedResponse(
+            vectors=[
+                inference_pb2.PooledVector(values=struct.pack("<2f", number, 0.5))
+                for number in range(count)
+            ],
+            usage=inference_pb2.Usage(prompt_tokens=5, cached_tokens=2),
+        )
 
     async def Tokenize(
         self, request: inference_pb2.TokenizeRequest, context: Any
@@ -217,7 +232,7 @@ class ScriptedServer:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not scripted")
 
     Drain = LoadAdapter = UnloadAdapter = ListAdapters = FlushCache = _not_scripted
-    Embed = GetTokenizer = SubscribeKvEvents = WatchBlocks = Explain = Watch = List = _not_scripted
+    GetTokenizer = SubscribeKvEvents = WatchBlocks = Explain = Watch = List = _not_scripted
 
 
 @asynccontextmanager

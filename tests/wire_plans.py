@@ -3,6 +3,7 @@
 import numpy as np
 
 from pagemill.v1 import worker_pb2
+from scheduler_svc.core.reports import Pooling
 from scheduler_svc.core.request import Sampling
 from scheduler_svc.core.step_plan import (
     AdmittedRow,
@@ -69,8 +70,25 @@ def _decode_row(row: worker_pb2.AdmittedRow) -> AdmittedRow:
             top_p=sampling.top_p,
             min_p=sampling.min_p,
             seed=sampling.seed,
+            presence_penalty=sampling.presence_penalty,
+            frequency_penalty=sampling.frequency_penalty,
+            repetition_penalty=sampling.repetition_penalty or 1.0,
+            logit_bias=tuple(
+                zip(
+                    column(sampling.bias_token_ids).tolist(),
+                    np.frombuffer(sampling.bias_values, dtype="<f4").tolist(),
+                    strict=True,
+                )
+            ),
+            allowed_token_ids=tuple(column(sampling.allowed_token_ids).tolist()),
+            bad_words=tuple(tuple(column(word).tolist()) for word in sampling.bad_words),
         ),
         sequence_index=row.sequence_index,
         num_samples=max(1, row.num_samples),
         num_candidates=row.num_candidates,
+        logprobs=row.logprobs,
+        prompt_logprobs=row.prompt_logprobs if row.HasField("prompt_logprobs") else None,
+        pooling=Pooling(row.pooling) if row.pooled else None,
+        min_output_tokens=sampling.min_tokens,
+        stop_token_ids=frozenset(column(sampling.stop_token_ids).tolist()),
     )

@@ -17,7 +17,8 @@ import torch
 from kernels.cpu_build import native_code, why_no_native_code
 from kernels.huge_pages import huge_tensor
 from worker_svc.errors import ConfigError
-from worker_svc.model.model_config import ModelConfig, read_model_config
+from worker_svc.model.checkpoint import read_model_config
+from worker_svc.model.model_config import ModelConfig
 from worker_svc.service.devices import choose_device, choose_dtype
 from worker_svc.service.local_model import set_threads
 
@@ -26,6 +27,9 @@ READ_BYTES: Final = 256 << 20
 
 BYTES_OF_WEIGHT: Final = {"int8": 34 / 32, "int4": 20 / 32}
 """With the scales of each 32 weights in fp16, and with 4 bits their minimums."""
+
+BYTES_OF_HEAD: Final = {"int8": 34 / 32, "int4": 34 / 32}
+"""The matrix that makes logits has 8 bits in both."""
 
 _TURNS: Final = 7
 
@@ -40,9 +44,10 @@ def read_bytes_of_step(config: ModelConfig, itemsize: int, quantization: str = "
     queries, keys = config.num_heads * head, config.num_kv_heads * head
     attention = hidden * (queries + 2 * keys) + queries * hidden
     matrices = config.num_layers * (attention + 3 * hidden * config.intermediate_size)
-    matrices += config.vocab_size * hidden
+    matrices_bytes = matrices * BYTES_OF_WEIGHT.get(quantization, itemsize)
+    head_bytes = config.vocab_size * hidden * BYTES_OF_HEAD.get(quantization, itemsize)
     vectors = (2 * config.num_layers + 2) * hidden
-    return int(matrices * BYTES_OF_WEIGHT.get(quantization, itemsize)) + vectors * itemsize
+    return int(matrices_bytes + head_bytes) + vectors * itemsize
 
 
 def read_bandwidth(code: ctypes.CDLL, num_threads: int) -> float:

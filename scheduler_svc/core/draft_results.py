@@ -62,9 +62,12 @@ def split_drafts(
         if not np.array_equal(tokens[:-1], draft[: len(tokens) - 1]):
             raise ValueError(f"step {step.step_id} accepted tokens that row {row} did not draft")
         verified.append(DraftTokens(row, tokens, len(draft)))
+    kept = ~drafted.repeat(counts)
     rest = replace(
         result,
-        tokens=result.tokens[~drafted.repeat(counts)],
+        tokens=result.tokens[kept],
+        logprobs=None if result.logprobs is None else result.logprobs[kept],
+        ranks=None if result.ranks is None else result.ranks[kept],
         rows=rows[~drafted],
         num_tokens=None if result.num_tokens is None else counts[~drafted],
         candidates=_without(result.candidates, drafted),

@@ -84,6 +84,8 @@ def _is_plain(request: Request) -> bool:
     """
     asked = request.sampling
     plain = Sampling(asked.temperature, asked.top_k, asked.top_p, asked.min_p, asked.seed)
+    if request.reports.logprobs is not None:
+        return False
     return asked == plain and not request.has_family and not request.stopping.min_output_tokens
 
 

@@ -12,6 +12,8 @@ RequestError               the caller's fault, or a limit the caller met
  ├ NotServedError          a field of the protocol that this version does not serve
  ├ UnavailableError        no worker, or draining
  ├ SlowReaderError         the caller reads more slowly than its tokens come
+ ├ NotComputedError        the worker could not compute it
+ ├ AbortedError            somebody ended it
  └ DeadlineError           the caller's deadline passed
     └ HopelessDeadlineError  it would pass before the request could start
 InvariantError             ours: never caught, the process ends
@@ -76,6 +78,14 @@ class NotServedError(RequestError):
     def __init__(self, field: str, message: str) -> None:
         super().__init__(message)
         self.field = field
+
+
+class NotComputedError(RequestError):
+    """The worker could not compute what was asked for; the message says why."""
+
+
+class AbortedError(RequestError):
+    """Somebody ended the request before its answer was there."""
 
 
 class SlowReaderError(RequestError):

@@ -46,6 +46,15 @@ class FlyingStep:
     families: dict[int, Request] = field(default_factory=dict)
     """Rows that sample for a family, ascending, and their owners."""
 
+    asking: npt.NDArray[np.bool_] | None = None
+    """[R] Whether the row samples, and wants to know of its tokens. None: no row does."""
+
+    prompts: dict[int, range] = field(default_factory=dict)
+    """Rows that want to know of their prompts, and the positions told by this step."""
+
+    pooled: dict[int, Request] = field(default_factory=dict)
+    """Rows that get a vector in place of a token, and their owners."""
+
     drafts: dict[int, Int32Array] = field(default_factory=dict)
     """Rows that verify drafted tokens, and these."""
 
@@ -121,7 +130,7 @@ class Journal:
             if step.ran_for(row, generation):
                 step.orphans[row] = request
                 samples = bool(step.samples[np.searchsorted(step.rows, row)])
-                pending += samples or row in step.families
+                pending += samples or row in step.families or row in step.pooled
         return pending
 
     def num_drafted(self, row: int, generation: int) -> int:

@@ -1,13 +1,15 @@
 """One request: what was asked, and how far it has come."""
 
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
 from scheduler_svc.core.block_hash import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from scheduler_svc.core.draft_record import DraftRecord
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.reports import Reports
+from scheduler_svc.core.told import PromptTable, Vector
 
 
 class RequestKey(NamedTuple):
@@ -73,6 +75,24 @@ class Sampling:
 
     seed: int = 0
     """64 bits. Draws are a function of (seed, sequence index, position) alone."""
+
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token in the output. 0: off."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the output. 0: off."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive, multiplies negative logits of tokens in prompt or output. 1: off."""
+
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Ids, each once, and what is added to their logits."""
+
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these may be drawn. Empty: all."""
+
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Sequences of ids that the output must not have. None is empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +208,9 @@ class Request:
         "precedence",
         "preemption_times_ns",
         "priority",
+        "prompt_table",
         "read_cache",
+        "reports",
         "request_id",
         "row",
         "sampling",
@@ -198,6 +220,7 @@ class Request:
         "tenant",
         "tokens",
         "tokens_when_admitted",
+        "vector",
         "weight",
     )
 
@@ -220,6 +243,7 @@ class Request:
         deadline_ns: int | None = None,
         num_sequences: int = 1,
         beam: BeamOptions | None = None,
+        reports: Reports | None = None,
     ) -> None:
         self.request_id = request_id
         self.tokens = array("i", prompt)
@@ -237,6 +261,7 @@ class Request:
         self.deadline_ns = deadline_ns
         self.num_sequences = num_sequences
         self.beam = beam
+        self.reports = reports or Reports()
 
         # The family.
         self.index = 0
@@ -247,6 +272,8 @@ class Request:
         """Rows kept free for the members of a root that runs before its fork."""
         self.hypotheses: list[Hypothesis] = []
         """Outcome of a beam search, the best first."""
+        self.prompt_table: PromptTable | None = None
+        self.vector: Vector | None = None
         self._root: Request | None = None
         self._children: tuple[Request, ...] | None = None
 
@@ -363,6 +390,7 @@ class Request:
             weight=self.weight,
             arrival_ns=self.arrival_ns,
             deadline_ns=self.deadline_ns,
+            reports=replace(self.reports, prompt_logprobs=None),
         )
         child.tokens, child.num_prompt_tokens = self.tokens, self.num_prompt_tokens
         child.index, child.awaits_fork, child._root = index, True, self

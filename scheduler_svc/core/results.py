@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from scheduler_svc.core.asked import check_told, keep_prompt_parts, keep_vectors, told_tokens
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end, preempt
 from scheduler_svc.core.draft_results import DraftTokens, apply_drafts, split_drafts
@@ -25,14 +26,17 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
     failed = {row for row, _ in result.row_errors}
     families: list[FamilyTokens] = []
     verified: list[DraftTokens] = []
-    oldest = state.journal.oldest
-    if oldest is not None and oldest.drafts and oldest.step_id == result.step_id:
-        result, verified = split_drafts(oldest, result, failed)
-    if oldest is not None and oldest.families and oldest.step_id == result.step_id:
-        result, families = split_result(oldest, result, failed)
+    oldest, whole = state.journal.oldest, result
+    if oldest is not None and oldest.step_id == result.step_id:
+        whole, verified = split_drafts(oldest, result, failed) if oldest.drafts else (result, [])
+        check_told(oldest, whole, failed)
+        result, families = split_result(oldest, whole, failed) if oldest.families else (whole, [])
     step = _take_step(state, result, failed)
     state.counters.steps += 1
     outcome = StepOutcome(step.step_id, [], [], [])
+    if step.asking is not None or step.prompts:
+        outcome.told.update(told_tokens(state, step, whole, failed))
+        keep_prompt_parts(state, step, whole)
     for row, reason in result.row_errors:
         _fail_row(state, step, row, reason, pool, now_ns, outcome)
     sampling = step.sampling(failed)
@@ -49,6 +53,8 @@ def apply_result(state: SchedulerState, result: StepResult, now_ns: int) -> Step
         apply_families(state, step, families, pool, now_ns, outcome)
     if verified:
         apply_drafts(state, step, verified, pool, now_ns, outcome)
+    if step.pooled:
+        keep_vectors(state, step, whole, now_ns, outcome)
     return outcome
 
 

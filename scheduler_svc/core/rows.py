@@ -39,6 +39,7 @@ class Rows:
         first_stop         [R]     num_tokens from which stop ids count
         stop_ids           [R, K]  ids that end the row, padded with -1
         account            [R]     where a fair queue counts its tokens
+        asks               [R]     what the row wants beside tokens, as bits of `Asks`
         generation         [R]     raised whenever the row changes hands
     """
 
@@ -50,6 +51,7 @@ class Rows:
         "_order_stale",
         "_stop_counts",
         "account",
+        "asks",
         "first_stop",
         "generation",
         "limit",
@@ -87,6 +89,7 @@ class Rows:
         self.stop_ids: Int32Array = np.full((max_rows, 4), NO_TOKEN, dtype=np.int32)
         self._stop_counts: Int32Array = np.zeros(_STOP_KEYS, dtype=np.int32)
         self.account = column()
+        self.asks = column()
         self.generation = column()
         self.owners: npt.NDArray[np.object_] = np.full(max_rows, None, dtype=object)
         self.running: list[Request] = []
@@ -108,6 +111,7 @@ class Rows:
             self.num_last_new,
             self.num_blocks,
             self.num_published,
+            self.asks,
         )
 
     @property
@@ -159,6 +163,7 @@ class Rows:
         self.num_published[row] = 0
         self.limit[row] = request.limit
         self.account[row] = request.account or 0
+        self.asks[row] = request.reports.asks(request.prompt_table)
         self.first_stop[row] = request.num_prompt_tokens + request.stopping.min_output_tokens
         self._set_stop_ids(row, request.stopping.eos_token_ids | request.stopping.stop_token_ids)
         self._seat(request, row)

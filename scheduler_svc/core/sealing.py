@@ -4,12 +4,14 @@ from itertools import repeat
 
 import numpy as np
 
+from scheduler_svc.core.asked import note_asked
 from scheduler_svc.core.beam_search import num_candidates
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.drafting import expect_drafts, note_drafts
 from scheduler_svc.core.family_results import note_families
 from scheduler_svc.core.forks import forked_rows
 from scheduler_svc.core.journal import FlyingStep
+from scheduler_svc.core.reports import Asks
 from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.state import SchedulerState
@@ -35,6 +37,8 @@ def seal(state: SchedulerState, draft: StepDraft, pool: BlockPool) -> StepPlan:
     rows.num_pending += samples
     step = FlyingStep(state.next_step_id, ran, rows.generation[ran], samples[ran])
     step.published += draft.published
+    if np.count_nonzero(rows.asks):
+        note_asked(state, step)
     if draft.drafts:
         note_drafts(rows, draft.drafts, step)
     if state.families:
@@ -71,7 +75,9 @@ def _find_exceptions(rows: Rows, count: Int32Array) -> tuple[Int32Array, Int32Ar
 def _describe(
     state: SchedulerState, request: Request, num_new: int, num_groups: int
 ) -> AdmittedRow:
-    beam = request.root.beam
+    beam, reports, stopping = request.root.beam, request.reports, request.stopping
+    asks_prompt = reports.asks(request.prompt_table) & Asks.PROMPT
+    held_back = stopping.min_output_tokens > 0
     tables = np.array(request.blocks, dtype=np.int32).reshape(-1, num_groups)
     return AdmittedRow(
         row=state.rows.row_of(request),
@@ -84,5 +90,12 @@ def _describe(
         sampling=request.sampling,
         sequence_index=request.index,
         num_samples=request.num_samples,
-        num_candidates=num_candidates(beam, request.stopping) if beam else 0,
+        num_candidates=num_candidates(beam, stopping) if beam else reports.logprobs or 0,
+        logprobs=reports.logprobs is not None,
+        prompt_logprobs=reports.prompt_logprobs if asks_prompt else None,
+        pooling=reports.pooling,
+        min_output_tokens=stopping.min_output_tokens,
+        stop_token_ids=stopping.eos_token_ids | stopping.stop_token_ids
+        if held_back
+        else frozenset(),
     )

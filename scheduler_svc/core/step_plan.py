@@ -5,7 +5,9 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.reports import Pooling
 from scheduler_svc.core.request import Request, Sampling
+from scheduler_svc.core.told import PromptPart, TokenTold, Vector
 
 Int32Array = npt.NDArray[np.int32]
 Float32Array = npt.NDArray[np.float32]
@@ -51,7 +53,25 @@ class AdmittedRow:
     """Tokens to draw when it first samples, for this sequence index and those that follow."""
 
     num_candidates: int = 0
-    """Likeliest tokens to report wherever it samples; it then takes the first of them."""
+    """Likeliest tokens to report wherever it samples.
+
+    It then takes the first of them, unless `logprobs` is set.
+    """
+
+    logprobs: bool = False
+    """The drawn token's log-probability is wanted."""
+
+    prompt_logprobs: int | None = None
+    """Likeliest tokens to report at each position of the prompt. None: nothing."""
+
+    pooling: Pooling | None = None
+    """A pooled hidden state is wanted in place of a token."""
+
+    min_output_tokens: int = 0
+    """Tokens of output before which no stop id may be drawn."""
+
+    stop_token_ids: frozenset[int] = frozenset()
+    """Those ids. Empty if any may be drawn at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +218,18 @@ class StepResult:
     candidates: Candidates | None = None
     """What the rows could have sampled, where one of them was asked for that."""
 
+    logprobs: Float32Array | None = None
+    """[T] Log-probabilities of the tokens, where one of the rows was asked for that …"""
+
+    ranks: Int32Array | None = None
+    """… and [T] their ranks. 0: this row was not asked."""
+
+    prompt_parts: tuple[PromptPart, ...] = ()
+    """What is told of prompts, at most one part a row."""
+
+    vectors: tuple[tuple[int, Vector], ...] = ()
+    """Rows whose pooled hidden state is wanted, and has come."""
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
@@ -217,3 +249,6 @@ class StepOutcome:
 
     searching: list[Request] = field(default_factory=list)
     """Requests of beams that were answered, once for each beam; their tokens come at the end."""
+
+    told: dict[Request, TokenTold] = field(default_factory=dict)
+    """What is told of the tokens of requests that want to know."""

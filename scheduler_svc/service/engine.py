@@ -33,7 +33,7 @@ from scheduler_svc.service.step_flight import Flight, Landing
 from scheduler_svc.service.step_observers import StepObservers
 from scheduler_svc.service.step_record import RecentSteps, StepObserver, StepTracer
 from scheduler_svc.service.step_watchdog import StepWatchdog
-from scheduler_svc.service.token_stream import Pile, RequestStream, too_slow
+from scheduler_svc.service.token_stream import Pile, RequestStream, pile_told, too_slow
 from scheduler_svc.service.worker_link import SentPlan
 
 
@@ -230,6 +230,7 @@ class Engine:
             pile = piles.get(request)
             if pile is not None and not pile.push(token, step_id):
                 self._fail(pile.stream, too_slow())
+        pile_told(piles, outcome)
         ended = (piles[request].stream for request in outcome.finished if request in piles)
         for stream in dict.fromkeys(ended):
             stream.end_finished()

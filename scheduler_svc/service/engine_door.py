@@ -3,11 +3,13 @@
 from array import array
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler_svc.core.block_hash import ExtraKeys
+from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.request import BeamOptions, FinishReason, MissReason, Sampling
+from scheduler_svc.core.told import PromptTable, TokenTold, Vector
 from scheduler_svc.service.step_record import StepTimes
 
 
@@ -62,6 +64,9 @@ class Submission:
 
     beam: BeamOptions | None = None
     """Beam search in place of sampling."""
+
+    reports: Reports = field(default_factory=Reports)
+    """What is wanted beside tokens, or in place of them."""
 
     @property
     def num_outputs(self) -> int:
@@ -139,6 +144,9 @@ class Finish:
     score: float | None = None
     """Of a hypothesis: that sum over its length to the power of the length penalty."""
 
+    vector: Vector | None = None
+    """The pooled hidden state, where one was asked for and could be computed."""
+
 
 @dataclass(frozen=True, slots=True)
 class Gain:
@@ -156,6 +164,9 @@ class Gain:
     finish: Finish | None
     """Set in the last gain of a sequence, and only there."""
 
+    told: tuple[TokenTold, ...] = ()
+    """What is told of each of the tokens, where asked for."""
+
 
 @dataclass(frozen=True, slots=True)
 class TokenBatch:
@@ -166,6 +177,9 @@ class TokenBatch:
 
     account: Account | None
     """Set in the last batch of a stream, with which every sequence has ended; only there."""
+
+    prompt_table: PromptTable | None = None
+    """What is told of the prompt, where asked for: set in the first batch that has tokens."""
 
 
 class TokenStream(Protocol):

@@ -10,9 +10,7 @@ from pagemill.v1.generation_pb2 import EarlyStopping, Sampling, Stopping
 from pagemill.v1.inference_pb2 import GenerateRequest
 from scheduler_svc.core.errors import InvalidRequestError, NotServedError
 
-MAX_LOGPROBS = 20
-"""Candidates at each position, as in vLLM."""
-
+MAX_BAD_WORD_BYTES = 8192
 MAX_STOPS = 64
 MAX_STOP_BYTES = 4096
 MAX_LIST_ENTRIES = 1024
@@ -63,11 +61,7 @@ _SAMPLING = {
     "repetition_penalty": Interval(0, above_low=True),
 }
 _STOPPING = {"max_tokens": Interval(1)}
-_OUTPUT = {
-    "logprobs": Interval(0, MAX_LOGPROBS),
-    "prompt_logprobs": Interval(0, MAX_LOGPROBS),
-    "min_interval_s": Interval(0, MAX_INTERVAL_S),
-}
+_OUTPUT = {"min_interval_s": Interval(0, MAX_INTERVAL_S)}
 _BEAM = {
     "length_penalty": Interval(-math.inf),
     "early_stopping": Interval(0, max(EarlyStopping.values())),
@@ -79,18 +73,6 @@ _NOT_SERVED: Mapping[str, Callable[[GenerateRequest], bool]] = {
     "adapter": lambda m: bool(m.adapter),
     "guide": lambda m: m.HasField("guide"),
     "embeddings": lambda m: bool(m.embeddings),
-    "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
-    "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
-    "sampling.repetition_penalty": lambda m: (
-        m.sampling.HasField("repetition_penalty") and m.sampling.repetition_penalty != 1
-    ),
-    "sampling.logit_bias": lambda m: bool(m.sampling.logit_bias),
-    "sampling.allowed_token_ids": lambda m: bool(m.sampling.allowed_token_ids),
-    "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
-    "stopping.min_tokens": lambda m: m.stopping.min_tokens > 0,
-    "output.logprobs": lambda m: m.output.HasField("logprobs"),
-    "output.prompt_logprobs": lambda m: m.output.HasField("prompt_logprobs"),
-    "output.echo": lambda m: m.output.echo,
 }
 
 # Fields that say how tokens are drawn or when text ends, and whether a request uses them:
@@ -104,25 +86,48 @@ _NOT_WITH_BEAMS: Mapping[str, Callable[[GenerateRequest], bool]] = {
     "stopping.stop": lambda m: bool(m.stopping.stop),
 }
 
+# Fields that could mean something in beam search, whose tokens are chosen elsewhere.
+_NOT_SERVED_WITH_BEAMS: Mapping[str, Callable[[GenerateRequest], bool]] = {
+    "sampling.presence_penalty": lambda m: m.sampling.presence_penalty != 0,
+    "sampling.frequency_penalty": lambda m: m.sampling.frequency_penalty != 0,
+    "sampling.repetition_penalty": lambda m: (
+        m.sampling.HasField("repetition_penalty") and m.sampling.repetition_penalty != 1
+    ),
+    "sampling.logit_bias": lambda m: bool(m.sampling.logit_bias),
+    "sampling.allowed_token_ids": lambda m: bool(m.sampling.allowed_token_ids),
+    "sampling.bad_words": lambda m: bool(m.sampling.bad_words),
+    "stopping.min_tokens": lambda m: m.stopping.min_tokens > 0,
+    "output.logprobs": lambda m: m.output.HasField("logprobs"),
+}
 
-def check_fields(message: GenerateRequest, vocab_size: int, max_num_seqs: int) -> None:
+
+def check_fields(
+    message: GenerateRequest, vocab_size: int, max_num_seqs: int, max_logprobs: int
+) -> None:
     """Refuse a request for one of its values, the prompt's aside.
 
     Raises: InvalidRequestError naming the first field outside its bound, value and bound.
         NotServedError naming the first field that is right, but not served yet.
     """
-    _check_name("request_id", message.request_id, MAX_REQUEST_ID_BYTES)
+    check_request_id(message.request_id)
     check_tenant(message.tenant)
     check_size("cache.salt", message.cache.salt.encode(), MAX_SALT_BYTES, "bytes")
     _check_sampling(message.sampling, vocab_size)
     _check_stopping(message.stopping, vocab_size)
     _check_numbers("output", message.output, _OUTPUT)
+    told = Interval(0, max_logprobs)
+    told.check("output.logprobs", message.output.logprobs)
+    told.check("output.prompt_logprobs", message.output.prompt_logprobs)
+    _check_cache(message)
     if message.sampling.HasField("n"):
         _check_sequences("sampling.n", message.sampling.n, 1, max_num_seqs)
     _check_beam(message, max_num_seqs)
     for field, is_used in _NOT_SERVED.items():
         if is_used(message):
             raise NotServedError(field, f"{field} is not served by this version")
+    for field, is_used in _NOT_SERVED_WITH_BEAMS.items():
+        if message.beam.width and is_used(message):
+            raise NotServedError(field, f"{field} is not served with beams by this version")
 
 
 def check_token_ids(field: str, token_ids: Collection[int], vocab_size: int) -> None:
@@ -167,6 +172,14 @@ def _check_texts(field: str, texts: Collection[str], most: int) -> None:
             raise InvalidRequestError(field, f"{field}[{index}] is empty, must have a character")
 
 
+def check_request_id(request_id: str) -> None:
+    """Refuse a request's name that is too long, or no printable text.
+
+    Raises: InvalidRequestError.
+    """
+    _check_name("request_id", request_id, MAX_REQUEST_ID_BYTES)
+
+
 def check_tenant(tenant: str) -> None:
     """Refuse a tenant's name that is too long, or no printable text.
 
@@ -190,6 +203,8 @@ def _check_sampling(sampling: Sampling, vocab_size: int) -> None:
     check_size("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size, "ids")
     check_token_ids("sampling.allowed_token_ids", sampling.allowed_token_ids, vocab_size)
     _check_texts("sampling.bad_words", sampling.bad_words, MAX_LIST_ENTRIES)
+    bad_words = "".join(sampling.bad_words).encode()
+    check_size("sampling.bad_words", bad_words, MAX_BAD_WORD_BYTES, "bytes")
 
 
 def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
@@ -201,6 +216,19 @@ def _check_stopping(stopping: Stopping, vocab_size: int) -> None:
     check_size("stopping.stop", stops.encode(), MAX_STOP_BYTES, "bytes")
     check_size("stopping.stop_token_ids", stopping.stop_token_ids, MAX_STOPS, "ids")
     check_token_ids("stopping.stop_token_ids", stopping.stop_token_ids, vocab_size)
+
+
+def _check_cache(message: GenerateRequest) -> None:
+    output = message.output
+    tells_prompt = output.HasField("prompt_logprobs") or (
+        output.echo and output.HasField("logprobs")
+    )
+    if message.cache.read_cache and tells_prompt:
+        raise InvalidRequestError(
+            "cache.read_cache",
+            "cache.read_cache is true, must be false or unset with log-probabilities of the "
+            "prompt, for which every position is computed",
+        )
 
 
 def _check_sequences(field: str, count: int, least: int, max_num_seqs: int) -> None:

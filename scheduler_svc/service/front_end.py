@@ -14,6 +14,9 @@ from scheduler_svc.service.text.chat_template import ChatTemplate
 from scheduler_svc.service.text.model_facts import ModelFacts
 from scheduler_svc.service.text.tokenizer import Tokenizer
 
+DEFAULT_MAX_LOGPROBS = 20
+"""As in vLLM."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrontEnd:
@@ -30,6 +33,9 @@ class FrontEnd:
     """Values for what a request leaves unset. The seed means nothing."""
 
     limits: Limits
+
+    max_logprobs: int
+    """Most candidates that a request may ask for at each position."""
 
     version: str
     """The product's."""
@@ -50,6 +56,7 @@ class FrontEnd:
         *,
         served_names: tuple[str, ...],
         limits: Limits,
+        max_logprobs: int = DEFAULT_MAX_LOGPROBS,
         version: str,
         protocol_version: int,
         metrics: RequestMetrics,
@@ -69,6 +76,7 @@ class FrontEnd:
             prompts=PromptReader(tokenizer, template, facts.vocab_size, limits.max_model_len),
             sampling=model_sampling(facts),
             limits=limits,
+            max_logprobs=max_logprobs,
             version=version,
             protocol_version=protocol_version,
             metrics=metrics,

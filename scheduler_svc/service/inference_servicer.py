@@ -6,6 +6,8 @@ from time import monotonic_ns
 from pagemill.v1.inference_pb2 import (
     DetokenizeRequest,
     DetokenizeResponse,
+    EmbedRequest,
+    EmbedResponse,
     GenerateRequest,
     GenerateResponse,
     TokenizeRequest,
@@ -13,6 +15,7 @@ from pagemill.v1.inference_pb2 import (
 )
 from scheduler_svc.core.errors import DeadlineError, InvalidRequestError
 from scheduler_svc.service.call_watch import CallWatch
+from scheduler_svc.service.embedding import Embedder
 from scheduler_svc.service.engine_door import EngineDoor
 from scheduler_svc.service.field_bounds import check_token_ids
 from scheduler_svc.service.front_end import FrontEnd
@@ -30,6 +33,7 @@ class InferenceServicer:
     def __init__(self, door: EngineDoor, front: FrontEnd) -> None:
         self._door = door
         self._front = front
+        self._embedder = Embedder(door, front)
 
     async def Generate(
         self, request: GenerateRequest, context: Context
@@ -62,8 +66,16 @@ class InferenceServicer:
                 watch.accepted(stream, submission, front.model_name(request.model), operation)
                 yield accepted_response(stream.accepted)
 
-                writer = ResponseWriter(request, front.tokenizer, stream, submission.num_outputs)
+                writer = ResponseWriter(
+                    request,
+                    front.tokenizer,
+                    stream,
+                    submission.num_outputs,
+                    submission.token_ids,
+                )
                 async for batch in stream:
+                    if batch.prompt_table is not None:
+                        await writer.learn_prompt(batch.prompt_table)
                     response = writer.write(batch)
                     if response is None:
                         continue
@@ -71,6 +83,12 @@ class InferenceServicer:
                     yield response
                     if request.output.min_interval_s and batch.account is None:
                         await stream.rest(request.output.min_interval_s)
+
+    async def Embed(self, request: EmbedRequest, context: Context) -> EmbedResponse:
+        """Return pooled hidden states. A call that ends before frees what its inputs hold."""
+        arrival_ns = monotonic_ns()
+        deadline_ns = _deadline_ns(context, arrival_ns)
+        return await self._embedder.embed(request, arrival_ns=arrival_ns, deadline_ns=deadline_ns)
 
     async def Tokenize(self, request: TokenizeRequest, _context: Context) -> TokenizeResponse:
         """Turn a text or a conversation into token ids."""

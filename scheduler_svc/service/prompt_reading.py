@@ -49,6 +49,13 @@ class PromptReader:
             ids = await self.encode_chat(message.chat)
         else:
             ids = message.token_ids.ids
+        return self.checked(field, ids)
+
+    def checked(self, field: str, ids: Sequence[int]) -> "array[int]":
+        """Return the ids of a field as a prompt.
+
+        Raises: InvalidRequestError if there is none, too many, or one outside the vocabulary.
+        """
         if not ids:
             raise InvalidRequestError(field, f"{field} is empty, must have at least 1 token")
         self._check_room(field, len(ids))

@@ -26,6 +26,7 @@ def make_request(submission: Submission, weight: float) -> Request:
         deadline_ns=submission.deadline_ns,
         num_sequences=submission.num_sequences,
         beam=submission.beam,
+        reports=submission.reports,
     )
 
 

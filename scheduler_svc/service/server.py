@@ -215,6 +215,7 @@ def _build(
         Tokenizer.from_path(path),
         served_names=tuple(settings.served_model_name) or (path.stem,),
         limits=limits,
+        max_logprobs=settings.max_logprobs,
         version=release,
         protocol_version=PROTOCOL_VERSION,
         metrics=RequestMetrics(registry),

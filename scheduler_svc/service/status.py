@@ -12,10 +12,12 @@ from grpc import aio
 from grpc_status import rpc_status
 
 from scheduler_svc.core.errors import (
+    AbortedError,
     DeadlineError,
     DuplicateRequestError,
     HopelessDeadlineError,
     InvalidRequestError,
+    NotComputedError,
     NotServedError,
     PinQuotaError,
     PrefixNotCachedError,
@@ -57,6 +59,8 @@ REFUSALS: dict[type[RequestError], Refusal] = {
     PrefixNotCachedError: Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_CACHED"),
     PinQuotaError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "PIN_QUOTA"),
     NotServedError: Refusal(grpc.StatusCode.UNIMPLEMENTED, "NOT_SERVED"),
+    NotComputedError: Refusal(grpc.StatusCode.INTERNAL, "NOT_COMPUTED"),
+    AbortedError: Refusal(grpc.StatusCode.ABORTED, "ABORTED"),
     UnavailableError: Refusal(grpc.StatusCode.UNAVAILABLE, "UNAVAILABLE"),
     DeadlineError: Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "DEADLINE_EXCEEDED"),
     HopelessDeadlineError: Refusal(grpc.StatusCode.DEADLINE_EXCEEDED, "CANNOT_START_IN_TIME"),

@@ -1,11 +1,13 @@
 """The tokens of one live request, piling up until its reader comes."""
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
 from scheduler_svc.core.errors import RequestError, SlowReaderError
 from scheduler_svc.core.request import FinishReason, Request
+from scheduler_svc.core.step_plan import StepOutcome
+from scheduler_svc.core.told import PromptTable, TokenTold
 from scheduler_svc.service.engine_door import Accepted, Account, Finish, Gain, TokenBatch
 
 MAX_PILED_TOKENS = 65_536
@@ -15,18 +17,30 @@ MAX_PILED_TOKENS = 65_536
 class Pile:
     """What nobody has read of one sequence: tokens, and how it ended."""
 
-    __slots__ = ("cut", "finish", "num_pushed", "request", "step_id", "stream", "tokens", "told")
+    __slots__ = (
+        "cut",
+        "finish",
+        "finish_is_told",
+        "num_pushed",
+        "request",
+        "step_id",
+        "stream",
+        "tokens",
+        "told",
+    )
 
     def __init__(self, stream: "RequestStream", request: Request) -> None:
         self.stream = stream
         self.request = request
         self.tokens: list[int] = []
+        self.told: list[TokenTold] = []
+        """What is told of each of the tokens, if that was asked for."""
         self.num_pushed = 0
         self.step_id = 0
         self.finish: Finish | None = None
         self.cut: int | None = None
         """Output tokens that count, if a stop string said so."""
-        self.told = False
+        self.finish_is_told = False
         """The reader knows of the end."""
 
     def push(self, token: int, step_id: int) -> bool:
@@ -39,7 +53,7 @@ class Pile:
         waiter = stream.waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
-        return stream.num_piled <= MAX_PILED_TOKENS
+        return stream.num_piled <= stream.most_piled
 
     @property
     def num_output_tokens(self) -> int:
@@ -55,11 +69,13 @@ class RequestStream:
 
     __slots__ = (
         "_error",
+        "_knows_prompt",
         "_num_ends",
         "_num_open",
         "_rest",
         "_stop",
         "accepted",
+        "most_piled",
         "num_piled",
         "piles",
         "request",
@@ -83,6 +99,10 @@ class RequestStream:
         """By sequence index."""
         self.num_piled = 0
         """Tokens that wait, over all piles."""
+        self.most_piled = MAX_PILED_TOKENS // (1 + (request.reports.logprobs or 0))
+        """Tokens that may wait: fewer if each has candidates with it."""
+        self._knows_prompt = request.reports.prompt_logprobs is None
+        """The reader has all that it asked to know of the prompt."""
         self._num_ends = 0
         """Sequences whose end waits."""
         self._num_open = len(self.piles)
@@ -103,7 +123,12 @@ class RequestStream:
         for pile in self.piles:
             request = pile.request
             if pile.finish is None and request.finish_reason is not None:
-                pile.finish = Finish(request.finish_reason, request.stop_token_id, request.error)
+                pile.finish = Finish(
+                    request.finish_reason,
+                    request.stop_token_id,
+                    request.error,
+                    vector=request.vector,
+                )
                 self._num_ends += 1
         self._wake()
 
@@ -125,6 +150,7 @@ class RequestStream:
             if isinstance(error, SlowReaderError):
                 for pile in self.piles:
                     pile.tokens.clear()
+                    pile.told.clear()
                 self.num_piled = self._num_ends = 0
             self._error = error
             self._wake()
@@ -168,13 +194,25 @@ class RequestStream:
         self.num_piled = self._num_ends = 0
         gains = []
         for index, pile in enumerate(self.piles):
-            has_ended = pile.finish is not None and not pile.told
+            has_ended = pile.finish is not None and not pile.finish_is_told
             if pile.tokens or has_ended:
-                gains.append(Gain(index, tuple(pile.tokens), pile.step_id, pile.finish))
+                gains.append(
+                    Gain(index, tuple(pile.tokens), pile.step_id, pile.finish, tuple(pile.told))
+                )
                 pile.tokens.clear()
-                pile.told = has_ended
+                pile.told.clear()
+                pile.finish_is_told = has_ended
                 self._num_open -= has_ended
-        return TokenBatch(tuple(gains), None if self._num_open else self.account())
+        account = None if self._num_open else self.account()
+        return TokenBatch(tuple(gains), account, self._take_prompt_table(gains))
+
+    def _take_prompt_table(self, gains: Sequence[Gain]) -> PromptTable | None:
+        """Return what is told of the prompt with the first tokens behind it."""
+        if self._knows_prompt or not any(gain.token_ids for gain in gains):
+            return None
+        self._knows_prompt = True
+        # A prompt of one token has nothing to tell, and no part ever comes.
+        return self.request.prompt_table or PromptTable(self.request.num_prompt_tokens, 0)
 
     async def rest(self, seconds: float) -> None:
         """Let tokens pile up; see TokenStream."""
@@ -186,12 +224,13 @@ class RequestStream:
     def finish(self, sequence_index: int, num_output_tokens: int) -> None:
         """End a sequence after this many tokens; see TokenStream."""
         pile = self.piles[sequence_index]
-        if pile.told or self._error is not None:
+        if pile.finish_is_told or self._error is not None:
             return
         self._stop(pile.request, num_output_tokens)
         pile.cut = num_output_tokens
         self.num_piled -= len(pile.tokens)
         pile.tokens.clear()
+        pile.told.clear()
         self._num_ends += pile.finish is None
         pile.finish = Finish(FinishReason.STOP, None, "")
 
@@ -231,6 +270,15 @@ def _last(times: Iterable[int | None]) -> int | None:
 
 StopAfter: TypeAlias = Callable[[Request, int], None]
 """Ends a sequence as stopped, with only so many output tokens."""
+
+
+def pile_told(piles: Mapping[Request, Pile], outcome: StepOutcome) -> None:
+    """Add what a step told of tokens to the piles that these were pushed to; mostly nothing."""
+    if not outcome.told:
+        return
+    for request in outcome.requests:
+        if request in outcome.told and request in piles:
+            piles[request].told.append(outcome.told[request])
 
 
 def too_slow() -> SlowReaderError:

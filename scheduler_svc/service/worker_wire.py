@@ -16,6 +16,7 @@ from scheduler_svc.core.step_plan import (
     StepPlan,
     StepResult,
 )
+from scheduler_svc.core.told import PromptPart
 
 _WIRE_INT32 = np.dtype("<i4")
 _WIRE_FLOAT32 = np.dtype("<f4")
@@ -109,7 +110,6 @@ def _forked_row(row: ForkedRow) -> worker_pb2.ForkedRow:
 
 
 def _admitted_row(row: AdmittedRow) -> worker_pb2.AdmittedRow:
-    sampling = row.sampling
     return worker_pb2.AdmittedRow(
         row=row.row,
         request_id=row.request_id,
@@ -118,16 +118,36 @@ def _admitted_row(row: AdmittedRow) -> worker_pb2.AdmittedRow:
         num_computed_tokens=row.num_computed_tokens,
         num_new_tokens=row.num_new_tokens,
         block_tables=[_pack(table) for table in row.block_tables],
-        sampling=worker_pb2.RowSampling(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=_row_sampling(row),
         sequence_index=row.sequence_index,
         num_samples=row.num_samples if row.num_samples > 1 else 0,
         num_candidates=row.num_candidates,
+        logprobs=row.logprobs,
+        prompt_logprobs=row.prompt_logprobs,
+        pooled=row.pooling is not None,
+        pooling=row.pooling or 0,
+    )
+
+
+def _row_sampling(row: AdmittedRow) -> worker_pb2.RowSampling:
+    sampling = row.sampling
+    biased = np.array([id_ for id_, _ in sampling.logit_bias], dtype=np.int32)
+    biases = np.array([bias for _, bias in sampling.logit_bias], dtype=_WIRE_FLOAT32)
+    return worker_pb2.RowSampling(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=0.0 if sampling.repetition_penalty == 1 else sampling.repetition_penalty,
+        min_tokens=row.min_output_tokens,
+        stop_token_ids=_pack_ids(sorted(row.stop_token_ids)),
+        bias_token_ids=_pack(biased),
+        bias_values=biases.tobytes(),
+        allowed_token_ids=_pack_ids(sampling.allowed_token_ids),
+        bad_words=[_pack_ids(word) for word in sampling.bad_words],
     )
 
 
@@ -163,6 +183,9 @@ def decode_result(message: worker_pb2.StepResult, vocab_size: int) -> StepAnswer
             rows,
             counts,
             _candidates(message, rows, vocab_size),
+            *_token_logprobs(message, len(tokens), vocab_size),
+            tuple(_prompt_part(part, vocab_size) for part in message.prompt_logprobs),
+            tuple((vector.row, _vector(vector)) for vector in message.vectors),
         ),
         WorkerTiming(
             timing.wait_ns,
@@ -225,9 +248,73 @@ def _candidates(
             f"rows have {total} candidates, there are {len(ids)} ids and {len(logprobs)} "
             "log-probabilities"
         )
-    if not (logprobs <= 0).all():
-        raise MalformedMessageError("candidate_logprobs must be at most 0")
+    _check_logprobs("candidate_logprobs", logprobs)
     return Candidates(ids, logprobs, counts)
+
+
+def _token_logprobs(
+    message: worker_pb2.StepResult, num_tokens: int, vocab_size: int
+) -> tuple[Float32Array | None, Int32Array | None]:
+    """Return the log-probabilities and ranks of the tokens, if the message tells them."""
+    if not message.logprobs and not message.ranks:
+        return None, None
+    logprobs = _unpack_floats("logprobs", message.logprobs)
+    ranks = _unpack("ranks", message.ranks)
+    if not len(logprobs) == len(ranks) == num_tokens:
+        raise MalformedMessageError(
+            f"{num_tokens} tokens have {len(logprobs)} log-probabilities and {len(ranks)} ranks"
+        )
+    _check_logprobs("logprobs", logprobs)
+    _check_ranks(ranks, 0, vocab_size)
+    return logprobs, ranks
+
+
+def _prompt_part(part: worker_pb2.PromptLogprobs, vocab_size: int) -> PromptPart:
+    """Return what is told of a part of a prompt, which is not empty."""
+    logprobs, ranks = _unpack_floats("logprobs", part.logprobs), _unpack("ranks", part.ranks)
+    ids = _unpack("candidate_ids", part.candidate_ids)
+    best = _unpack_floats("candidate_logprobs", part.candidate_logprobs)
+    count = len(logprobs)
+    if not count or len(ranks) != count or len(ids) != len(best) or len(ids) % count:
+        raise MalformedMessageError(
+            f"{count} prompt positions have {len(ranks)} ranks, {len(ids)} candidates and "
+            f"{len(best)} log-probabilities of these"
+        )
+    if part.offset < 1:
+        raise MalformedMessageError("prompt_logprobs must have an offset of at least 1")
+    _check_ids("candidate_ids", ids, vocab_size)
+    _check_logprobs("logprobs", logprobs)
+    _check_logprobs("candidate_logprobs", best)
+    _check_ranks(ranks, 1, vocab_size)
+    width = len(ids) // count
+    return PromptPart(
+        part.row,
+        part.offset,
+        logprobs,
+        ranks,
+        ids.reshape(count, width),
+        best.reshape(count, width),
+    )
+
+
+def _vector(vector: worker_pb2.RowVector) -> Float32Array:
+    values = _unpack_floats("values", vector.values)
+    if not len(values) or not np.isfinite(values).all():
+        raise MalformedMessageError(f"the vector of row {vector.row} must be finite numbers")
+    return values
+
+
+def _check_logprobs(name: str, logprobs: Float32Array) -> None:
+    # NaN is not at most 0 either.
+    if not (logprobs <= 0).all():
+        raise MalformedMessageError(f"{name} must be at most 0")
+
+
+def _check_ranks(ranks: Int32Array, least: int, vocab_size: int) -> None:
+    if len(ranks) and not (ranks.min() >= least and ranks.max() <= vocab_size):
+        raise MalformedMessageError(
+            f"ranks go from {ranks.min()} to {ranks.max()}, must be {least} to {vocab_size}"
+        )
 
 
 def _row_errors(errors: Sequence[worker_pb2.RowError]) -> tuple[tuple[int, str], ...]:
@@ -236,6 +323,10 @@ def _row_errors(errors: Sequence[worker_pb2.RowError]) -> tuple[tuple[int, str],
 
 def _pack(column: Int32Array) -> bytes:
     return column.astype(_WIRE_INT32, copy=False).tobytes()
+
+
+def _pack_ids(ids: Sequence[int]) -> bytes:
+    return np.array(ids, dtype=_WIRE_INT32).tobytes()
 
 
 def _unpack(name: str, raw: bytes) -> Int32Array:

@@ -3,16 +3,28 @@
 import asyncio
 import json
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import transformers_oracle as oracle
 from cases.stack import Stack, serving, until
 from cases.table_llama import HIDDEN, STATE, successors_of, write_table_llama
 from pagemill.client import InvalidArgumentError as InvalidArgument
 from tiny_llama import VOCAB
+
+Dense = Callable[[list[int]], torch.Tensor]
+
+
+@pytest.fixture(scope="module")
+def dense(bench_r: Path) -> Dense:
+    """The logits behind each token of a sequence, without cache or batch."""
+    model = oracle.load_directory(bench_r)
+    return lambda tokens: oracle.logits(model, tokens)
+
 
 NAN, INFINITY = float("nan"), float("inf")
 GOOD = {"prompt": [1], "max_tokens": 3, "temperature": 0}
@@ -183,8 +195,41 @@ async def test_case_H_10_at_the_edge_of_the_length(tmp_path: Path) -> None:
             await count(messages=[{"role": "user", "content": "x" * 62}])
 
 
+async def test_case_H_11_the_chosen_and_the_best_stand_at_each_position(
+    bench_r: Path, dense: Dense
+) -> None:
+    asked: Any = {"prompt": list(range(40, 51)), "max_tokens": 9, "ignore_eos": True, "seed": 3}
+    async with serving(bench_r) as stack:
+        for count in (0, 1, 3, 5):
+            for temperature in (0, 1.5):
+                more: Any = {"temperature": temperature, "logprobs": count, "n": 2}
+                whole = await stack.client.complete(**asked, **more)
+                last = whole.sequences[0].token_ids[-1]
+                stop: Any = {"stop": chr(last)} if 32 < last < 127 else {}
+                cut = await stack.client.complete(**asked, **more, **stop)
+                assert len(cut.token_ids) <= len(whole.token_ids)
+                for sequence in (*whole.sequences, *cut.sequences):
+                    assert len(sequence.logprobs) == len(sequence.token_ids)
+                    tokens = [*asked["prompt"], *sequence.token_ids]
+                    expected = torch.log_softmax(dense(tokens), dim=-1)[10:]
+                    for token, position, row in zip(
+                        sequence.token_ids, sequence.logprobs, expected, strict=False
+                    ):
+                        own, *others = position
+                        best = row.topk(count).indices.tolist() if count else []
+                        assert own.token_id == token
+                        assert own.rank == 1 + int((row > row[token]).sum())
+                        assert [each.token_id for each in others] == [
+                            id_ for id_ in best if id_ != token
+                        ]
+                        for each in position:
+                            assert each.logprob == pytest.approx(
+                                float(row[each.token_id]), abs=5e-5
+                            )
+                            assert each.logprob <= 0
+
+
 async def test_case_H_11_tiny_temperatures_take_the_likeliest(tmp_path: Path) -> None:
-    """The part about log-probabilities comes with them."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randperm(VOCAB, generator=generator).float() / VOCAB * 2e4 - 1e4
     head = torch.zeros(VOCAB, HIDDEN)
@@ -193,7 +238,11 @@ async def test_case_H_11_tiny_temperatures_take_the_likeliest(tmp_path: Path) ->
     async with serving(write_table_llama(tmp_path / "fixed", head)) as stack:
         for temperature in (0, 1e-10, 1e-6, 1e-5, 0.01):
             reply = await stack.client.complete(
-                prompt=[1], temperature=temperature, max_tokens=6, ignore_eos=True, n=2
+                prompt=[1], temperature=temperature, max_tokens=6, ignore_eos=True, n=2, logprobs=2
             )
             assert [s.token_ids for s in reply.sequences] == [(best,) * 6] * 2
             assert {s.finished.reason for s in reply.sequences} == {"length"}
+            # Of logits of 10,000 too, all that is told is finite.
+            assert all(
+                -2e4 <= e.logprob <= 0 for s in reply.sequences for p in s.logprobs for e in p
+            )

@@ -24,7 +24,8 @@ class Layer:
 
     def __init__(self, dtype: torch.dtype, draw: torch.Generator) -> None:
         def weight(rows: int, columns: int) -> torch.Tensor:
-            return (torch.randn(rows, columns, generator=draw) / columns**0.5).to(dtype)
+            drawn = torch.randn(rows, columns, generator=draw)
+            return drawn.div(columns**0.5).to(dtype)
 
         self.attention_norm = torch.rand(HIDDEN, generator=draw).to(dtype) + 0.5
         self.mlp_norm = torch.rand(HIDDEN, generator=draw).to(dtype) + 0.5
@@ -72,7 +73,7 @@ def one_by_one(
         x = hidden if added is None else added
         normed = cpu_layers.rms_norm(x, layer.attention_norm, EPS, residual)
         qkv = layer.qkv(normed).view(len(hidden), -1, HEAD_DIM)
-        q, k, v = qkv.split([HEADS, KV_HEADS, KV_HEADS], dim=1)
+        q, k, v = torch.split(qkv, [HEADS, KV_HEADS, KV_HEADS], dim=1)
         store = Store(v, k_cache, v_cache, step.slot_mapping, scales)
         cpu_layers.rotary(q, k, step.cos, step.sin, store)
         mixed = attend(

@@ -39,6 +39,7 @@ LONG_FUNCTIONS: dict[str, str] = dict.fromkeys(
 ) | {
     "clients/pagemill/cli/serve.py::serve": "a list of parameters, one for each setting",
     "scheduler_svc/core/request.py::__init__": "a list of fields, each with its meaning below it",
+    "clients/pagemill/cli/complete.py::complete": "its signature is the list of flags",
 }
 
 

@@ -29,6 +29,10 @@ RULES = {
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("scheduler_svc/service/step_observers.py", "BLE001"): "whatever goes wrong in an observer is "
     "logged, and ends its observing rather than everyone's requests (case I-02)",
+    (
+        "worker_svc/service/launch_loop.py",
+        "BLE001",
+    ): "outermost frame of the answering thread, which hands what it caught to the main one",
     ("worker_svc/service/step_stream.py", "BLE001"): "outermost frame of the reading thread, which "
     "hands what it caught to the main one",
     ("worker_svc/service/worker.py", "BLE001"): "outermost frame of a worker's work, which tells "

@@ -9,6 +9,7 @@ import torch
 from tiny_llama import write_tiny_llama
 from worker_svc.bench_read import main, read_bytes_of_step
 from worker_svc.model.checkpoint import read_model_config
+from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.weights import load_model
 
 
@@ -19,6 +20,18 @@ def test_a_step_reads_every_weight_of_a_tied_model(tmp_path: Path) -> None:
     embedding = 0 if config.tie_word_embeddings else config.vocab_size * config.hidden_size * 2
     row = 2 * config.hidden_size  # of the embedding, which is looked up
     assert read_bytes_of_step(config, 2) == loaded.weight_bytes - embedding + row
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_of_rounded_weights_a_step_reads_what_they_take(tmp_path: Path, bits: int) -> None:
+    folder = write_tiny_llama(tmp_path)
+    operations = QuantisedOperations(bits, torch.bfloat16)
+    loaded = load_model(folder, torch.bfloat16, torch.device("cpu"), operations)
+    config = read_model_config(folder)
+    looked_up = (config.vocab_size - 1) * config.hidden_size * 2
+    expected = loaded.weight_bytes - looked_up
+    # Packed, so small a matrix is filled up to a whole number of panels and groups.
+    assert read_bytes_of_step(config, 2, f"int{bits}") == pytest.approx(expected, rel=0.02)
 
 
 def test_the_program_answers_one_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

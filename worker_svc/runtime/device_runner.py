@@ -15,6 +15,7 @@ from worker_svc.runtime.device_rows import DeviceRows, to_device
 from worker_svc.runtime.device_sampling import draw
 from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.launched_step import Launched, Sampled, TokensUnderWay, UnderWay
+from worker_svc.runtime.logit_rules import apply_rules
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.rows import Rows
 from worker_svc.runtime.step_plan import (
@@ -26,6 +27,7 @@ from worker_svc.runtime.step_plan import (
 )
 
 _NOT_FINITE = "the model's logits are not finite"
+_NOT_TOLD = "log-probabilities and vectors are asked for, which this device does not serve yet"
 
 
 class DeviceRunner:
@@ -110,6 +112,7 @@ class DeviceRunner:
                     "plan uses drafts, which a GPU's runner does not serve: --speculation off"
                 )
             self.rows.apply(plan)
+            self._refuse(plan)
             self._count_generations(plan)
             self.kv_cache.copy_blocks(plan.copies)
             self._device_rows.follow(plan)
@@ -192,6 +195,12 @@ class DeviceRunner:
             if fork.row != fork.parent_row:
                 self._generations[fork.row] += 1
 
+    def _refuse(self, plan: StepPlan) -> None:
+        """Fail admitted rows that want more told than tokens and candidates."""
+        for entry in plan.admitted:
+            if entry.logprobs or entry.prompt_logprobs is not None or entry.pooling is not None:
+                self.rows.failures.setdefault(entry.row, _NOT_TOLD)
+
     def _expect_tokens(self, rows: Int64Array) -> None:
         """Count the token that each row samples; the device alone knows which one."""
         if len(rows) and self.rows.num_tokens[rows].max() >= self._max_model_len:
@@ -206,7 +215,8 @@ class DeviceRunner:
         samples = starts + counts == rows.num_tokens[running]
         several = params.num_samples[running] > 1
         reports = params.num_candidates[running] > 0
-        if samples.all() and counts.max() == 1 and not (several | reports).any():
+        ruled = params.is_ruled[running]
+        if samples.all() and counts.max() == 1 and not (several | reports | ruled).any():
             tokens = self._batches.run(running, starts)
             return Sampled(running, np.ones_like(running), np.zeros_like(running), tokens)
         return self._run_mixed(running, starts, counts, samples)
@@ -274,11 +284,24 @@ class DeviceRunner:
         places = self.rows.num_tokens[rows].astype(np.int64)
         placed = self._place(np.stack((source, nth, rows[source], places[source])))
         logits = self._model.logits(hidden[self._place(last)])
+        if params.is_ruled[rows].any():
+            self._apply_rules(logits, rows)
         tokens = draw(logits[placed[0]], known.sampling[placed[2]], placed[3], placed[1])
         placed = self._place(np.stack((firsts, rows, places)))
         known.tokens[placed[1], placed[2]] = tokens[placed[0]].clamp(min=0)
         wanted = params.num_candidates[rows]
         return Sampled(rows, counts, wanted, tokens, logits if wanted.any() else None)
+
+    def _apply_rules(self, logits: torch.Tensor, rows: Int64Array) -> None:
+        """Change the logits of rows with rules. The host must see their tokens: it waits for them.
+
+        Shapes: logits [S, V], changed in place; rows [S].
+        """
+        host, params = self.rows, self.rows.sampling
+        for row in rows[params.is_ruled[rows]].tolist():
+            count = int(host.num_tokens[row])
+            host.tokens[row, :count] = self._device_rows.tokens[row, :count].cpu().numpy()
+        apply_rules(logits, rows, host.tokens, host.num_tokens, params.rules)
 
     def _place(self, column: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(column, self._device)

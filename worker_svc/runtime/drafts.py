@@ -14,7 +14,13 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.runtime.rows import Rows
-from worker_svc.runtime.step_plan import Candidates, Int32Array, Int64Array, StepResult
+from worker_svc.runtime.step_plan import (
+    Candidates,
+    Int32Array,
+    Int64Array,
+    StepResult,
+    TokenLogprobs,
+)
 
 Draw: TypeAlias = Callable[
     [torch.Tensor, Int64Array, Int32Array], tuple[Int32Array, npt.NDArray[np.bool_]]
@@ -98,8 +104,22 @@ def with_verified(result: StepResult, verified: Verified) -> StepResult:
             candidates.logprobs,
             np.concatenate((candidates.counts, none))[order],
         )
+    told = result.token_logprobs
+    if told is not None:
+        # Who drafts is not told of tokens.
+        zeros = np.zeros(len(verified.tokens))
+        columns = [
+            np.split(
+                np.concatenate((column, zeros)).astype(column.dtype), np.cumsum(all_counts)[:-1]
+            )
+            for column in told
+        ]
+        told = TokenLogprobs(
+            *(np.concatenate([column[place] for place in order.tolist()]) for column in columns)
+        )
     return replace(
         result,
+        token_logprobs=told,
         rows=rows[order],
         tokens=np.concatenate([parts[place] for place in order.tolist()]),
         num_tokens=all_counts[order].astype(np.int32),

@@ -14,7 +14,10 @@ from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.drafts import verify_drafts, with_verified
 from worker_svc.runtime.kv_cache import KVCache
+from worker_svc.runtime.logit_rules import apply_rules
+from worker_svc.runtime.logprobs import find_prompt_logprobs, sampled_logprobs
 from worker_svc.runtime.memory_budget import blocks_for
+from worker_svc.runtime.pooling import Pooler
 from worker_svc.runtime.rows import Rows
 from worker_svc.runtime.sampler import sample, sample_several
 from worker_svc.runtime.step_inputs import StepInputs, build_step_inputs
@@ -25,10 +28,12 @@ from worker_svc.runtime.step_plan import (
     StepPlan,
     StepResult,
     StepTiming,
+    TokenLogprobs,
     no_int32,
 )
 
 _NOT_FINITE = "the model's logits are not finite"
+_ALL_BANNED = "no token may be drawn: the request's own rules leave none"
 
 _FAILED = np.int32(-1)
 """What ranks are told in place of a token."""
@@ -41,6 +46,7 @@ class Sampled(NamedTuple):
     tokens: Int32Array
     num_tokens: Int32Array
     candidates: Candidates | None
+    logprobs: TokenLogprobs | None
 
 
 class ModelRunner:
@@ -53,7 +59,7 @@ class ModelRunner:
     others append the tokens it shares, and have no results.
     """
 
-    __slots__ = ("_last_step_id", "_model", "_ranks", "kv_cache", "rows")
+    __slots__ = ("_last_step_id", "_model", "_pooler", "_ranks", "kv_cache", "rows")
 
     def __init__(
         self,
@@ -77,6 +83,7 @@ class ModelRunner:
         self.kv_cache = kv_cache
         self.rows = Rows(max_num_seqs, max_model_len, tables, model.config.vocab_size)
         self._model = model
+        self._pooler = Pooler()
         self._ranks = ranks or NoOtherRanks()
         self._last_step_id = -1
 
@@ -107,6 +114,8 @@ class ModelRunner:
         inputs = build_step_inputs(self.rows, running, self._model.device)
         prepared = perf_counter_ns()
         hidden = self._compute(inputs)
+        prompts = find_prompt_logprobs(self._model.logits, hidden, self.rows, running, self._ranks)
+        vectors = self._pooler.pool(hidden, self.rows, running)
         logits = self._model.logits(hidden[inputs.last_tokens])
         computed = perf_counter_ns()
         verified = verify_drafts(
@@ -121,6 +130,9 @@ class ModelRunner:
             row_errors=self.rows.failed(),
             num_tokens=sampled.num_tokens,
             candidates=sampled.candidates,
+            token_logprobs=sampled.logprobs,
+            prompt_logprobs=prompts,
+            vectors=vectors,
         )
         return result if verified is None else with_verified(result, verified)
 
@@ -137,38 +149,91 @@ class ModelRunner:
         )
 
     def _sample(self, logits: torch.Tensor, rows: Int64Array) -> Sampled:
-        """Sample for each row, and append to it the token that it keeps."""
+        """Sample for each row, and append to it the token that it keeps.
+
+        What is told of a token is told of the raw logits; rules change what it is drawn from.
+        """
+        if self.rows.failures:
+            # A position of the prompt was no number, so the row is not asked for a token.
+            kept = ~np.isin(rows, list(self.rows.failures))
+            rows = rows[kept]
+            if self._ranks.shard.leads:
+                logits = _kept(logits, kept)
         if not len(rows):
-            return Sampled(no_int32(), no_int32(), no_int32(), None)
+            return Sampled(no_int32(), no_int32(), no_int32(), None, None)
         params, positions = self.rows.sampling, self.rows.num_tokens[rows]
-        tokens, failed = self._draw(logits, rows, positions)
+        scores, raw_failed = self._ruled(logits, rows)
+        tokens, failed = self._draw(scores, rows, positions, raw_failed)
         if failed.any():
-            self.rows.failures.update(dict.fromkeys(rows[failed].tolist(), _NOT_FINITE))
+            self._note_failed(scores, rows, failed)
             kept = ~failed
-            logits = logits[torch.from_numpy(kept).to(logits.device)]
+            if self._ranks.shard.leads:
+                logits, scores = _kept(logits, kept), _kept(scores, kept)
             rows, tokens, positions = rows[kept], tokens[kept], positions[kept]
         self.rows.append_tokens(rows, tokens)
         if not self._ranks.shard.leads:
             params.num_samples[rows] = 1
-            return Sampled(no_int32(), no_int32(), no_int32(), None)
+            return Sampled(no_int32(), no_int32(), no_int32(), None, None)
         num_tokens, candidates = no_int32(), None
         if (params.num_samples[rows] > 1).any():
-            tokens, num_tokens = sample_several(logits, tokens, rows, positions, params)
+            tokens, num_tokens = sample_several(scores, tokens, rows, positions, params)
             params.num_samples[rows] = 1
         if params.num_candidates[rows].any():
             candidates = find_candidates(logits, params.num_candidates[rows])
-        return Sampled(rows.astype(np.int32), tokens, num_tokens, candidates)
+        logprobs = sampled_logprobs(logits, tokens, num_tokens, params.logprobs[rows])
+        return Sampled(rows.astype(np.int32), tokens, num_tokens, candidates, logprobs)
 
     def _draw(
-        self, logits: torch.Tensor, rows: Int64Array, positions: Int32Array
+        self,
+        scores: torch.Tensor,
+        rows: Int64Array,
+        positions: Int32Array,
+        raw_failed: npt.NDArray[np.bool_] | None = None,
     ) -> tuple[Int32Array, npt.NDArray[np.bool_]]:
         """Return a token for each row, and whether it failed: what rank 0 says, on every rank."""
         if not self._ranks.shard.leads:
             tokens = self._ranks.share_tokens(np.empty(len(rows), dtype=np.int32))
             return tokens, tokens == _FAILED
-        tokens, failed = sample(logits, rows, positions, self.rows.sampling)
+        tokens, failed = sample(scores, rows, positions, self.rows.sampling)
+        if raw_failed is not None:
+            failed |= raw_failed
         self._ranks.share_tokens(np.where(failed, _FAILED, tokens))
         return tokens, failed
+
+    def _ruled(
+        self, logits: torch.Tensor, rows: Int64Array
+    ) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+        """Return the logits that rows draw from, and rows whose raw ones are told and no numbers.
+
+        A copy only where a row with rules also tells of the raw logits; mostly the logits.
+        """
+        params, failed = self.rows.sampling, np.zeros(len(rows), dtype=np.bool_)
+        ruled = params.is_ruled[rows]
+        if not (ruled.any() and self._ranks.shard.leads):
+            return logits, failed
+        scores = logits
+        telling = ruled & (params.logprobs[rows] | (params.num_candidates[rows] > 0))
+        if telling.any():
+            scores = logits.clone()
+            failed = telling & ~np.isfinite(logits.amax(dim=-1).cpu().numpy())
+        apply_rules(scores, rows, self.rows.tokens, self.rows.num_tokens, params.rules)
+        return scores, failed
+
+    def _note_failed(
+        self, scores: torch.Tensor, rows: Int64Array, failed: npt.NDArray[np.bool_]
+    ) -> None:
+        if not self._ranks.shard.leads:
+            # Rank 0 alone knows why, and alone is asked.
+            self.rows.failures.update(dict.fromkeys(rows[failed].tolist(), _NOT_FINITE))
+            return
+        best = scores.amax(dim=-1).cpu().numpy()
+        for row, score in zip(rows[failed].tolist(), best[failed].tolist(), strict=True):
+            banned = score == -np.inf and self.rows.sampling.is_ruled[row]
+            self.rows.failures[row] = _ALL_BANNED if banned else _NOT_FINITE
+
+
+def _kept(logits: torch.Tensor, kept: npt.NDArray[np.bool_]) -> torch.Tensor:
+    return logits[torch.from_numpy(kept).to(logits.device)]
 
 
 def _timing(started: int, prepared: int, computed: int, ended: int) -> StepTiming:

@@ -6,6 +6,7 @@ import numpy.typing as npt
 from worker_svc.errors import InvariantError
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.forks import fork_columns
+from worker_svc.runtime.logit_rules import names_only
 from worker_svc.runtime.sampling_columns import SamplingColumns
 from worker_svc.runtime.step_plan import (
     AdmittedRow,
@@ -147,6 +148,7 @@ class Rows:
     def _forget(self, rows: Int32Array | Int64Array) -> None:
         self._known[rows] = False
         self.num_new_tokens[rows] = 0
+        self.sampling.forget(rows)
         if self.failures:
             for row in rows.tolist():
                 self.failures.pop(row, None)
@@ -213,6 +215,8 @@ class Rows:
         self.sampling.write(row, entry)
         self.failures.pop(row, None)
         if not (entry.tokens.min() >= 0 and entry.tokens.max() < self._vocab_size):
+            self.failures[row] = self._bad_token()
+        if self.sampling.is_ruled[row] and not names_only(entry.sampling, self._vocab_size):
             self.failures[row] = self._bad_token()
 
     def _bad_token(self) -> str:

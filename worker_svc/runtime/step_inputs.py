@@ -55,7 +55,7 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
 
     row_of_token = np.repeat(running, counts)
     positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], counts)
-    samples = seq_lens == rows.num_tokens[running]
+    samples = (seq_lens == rows.num_tokens[running]) & (rows.sampling.pooling[running] == 0)
     groups = rows.block_tables
     width = -(-int(seq_lens.max()) // groups[0].block_size)
 

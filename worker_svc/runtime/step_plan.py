@@ -1,6 +1,7 @@
 """What a step asks of a worker, and what it answers: the worker's own view, as numpy columns."""
 
 from dataclasses import dataclass, field
+from enum import IntEnum
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -11,7 +12,27 @@ Int64Array: TypeAlias = npt.NDArray[np.int64]
 Float32Array: TypeAlias = npt.NDArray[np.float32]
 
 
-@dataclass(frozen=True, slots=True)
+def no_int32() -> Int32Array:
+    """Return an empty column."""
+    return np.empty(0, dtype=np.int32)
+
+
+def no_float32() -> Float32Array:
+    """Return an empty column."""
+    return np.empty(0, dtype=np.float32)
+
+
+class Pooling(IntEnum):
+    """Which hidden states make a pooled vector; numbered as in the protocol."""
+
+    LAST = 1
+    """The last token's."""
+
+    MEAN = 2
+    """The mean over all tokens."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class SamplingParams:
     """How one row's tokens are chosen from its logits."""
 
@@ -29,6 +50,32 @@ class SamplingParams:
 
     seed: int = 0
     """Unsigned 64 bits. With the sequence index and a token's position it fixes the draw."""
+
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of each token in the output. 0: off."""
+
+    frequency_penalty: float = 0.0
+    """Subtracted once per occurrence in the output. 0: off."""
+
+    repetition_penalty: float = 1.0
+    """Divides positive, multiplies negative logits of tokens in prompt or output. 1: off."""
+
+    min_tokens: int = 0
+    """Tokens of output before which none of `stop_token_ids` may be drawn."""
+
+    stop_token_ids: Int32Array = field(default_factory=no_int32)
+
+    bias_token_ids: Int32Array = field(default_factory=no_int32)
+    """[B] Each once. `bias_values` are added to their logits."""
+
+    bias_values: Float32Array = field(default_factory=no_float32)
+    """[B] Finite."""
+
+    allowed_token_ids: Int32Array = field(default_factory=no_int32)
+    """Only these may be drawn. Empty: all."""
+
+    bad_words: tuple[Int32Array, ...] = ()
+    """Sequences of tokens that the output must not have. None is empty."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,7 +115,20 @@ class AdmittedRow:
     """
 
     num_candidates: int = 0
-    """Likeliest tokens to report wherever the row samples. It then takes the first of them."""
+    """Likeliest tokens to report wherever the row samples.
+
+    It then takes the first of them, unless `logprobs` is set.
+    """
+
+    logprobs: bool = False
+    """The drawn token's log-probability and rank are wanted; candidates stand beside it."""
+
+    prompt_logprobs: int | None = None
+    """Likeliest tokens to report at each position of the prompt, beside the prompt's own. 0: its
+    own alone. None: nothing."""
+
+    pooling: Pooling | None = None
+    """A pooled hidden state is wanted in place of a token."""
 
 
 class ForkedRow(NamedTuple):
@@ -113,11 +173,6 @@ class Draft(NamedTuple):
     row: int
     tokens: Int32Array
     """[K]"""
-
-
-def no_int32() -> Int32Array:
-    """Return an empty column."""
-    return np.empty(0, dtype=np.int32)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -193,6 +248,46 @@ class Candidates(NamedTuple):
     """[S] How many each row has. They sum to C."""
 
 
+class TokenLogprobs(NamedTuple):
+    """What is told of sampled tokens, one entry each. Rows that did not ask have zeros."""
+
+    logprobs: Float32Array
+    """[T] At most 0."""
+
+    ranks: Int32Array
+    """[T] 1 is the likeliest."""
+
+
+class PromptLogprobs(NamedTuple):
+    """Log-probabilities of P neighbouring tokens of one row's prompt."""
+
+    row: int
+
+    offset: int
+    """Position in the prompt of the first. At least 1: nothing predicts the first token."""
+
+    logprobs: Float32Array
+    """[P] Of the prompt's own tokens."""
+
+    ranks: Int32Array
+    """[P]"""
+
+    candidate_ids: Int32Array
+    """[P * K] The likeliest at each position, the likeliest first."""
+
+    candidate_logprobs: Float32Array
+    """[P * K]"""
+
+
+class RowVector(NamedTuple):
+    """The pooled hidden state of one row."""
+
+    row: int
+
+    values: Float32Array
+    """[hidden size]"""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class StepResult:
     """What a step brought."""
@@ -216,3 +311,12 @@ class StepResult:
 
     candidates: Candidates | None = None
     """What the rows could have sampled, where one of them was asked for that."""
+
+    token_logprobs: TokenLogprobs | None = None
+    """Of all tokens, where one of the rows asked for that."""
+
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    """Of what rows that asked ran of their prompts, row after row."""
+
+    vectors: tuple[RowVector, ...] = ()
+    """Of pooled rows whose last token ran, row after row."""

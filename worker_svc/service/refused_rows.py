@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from worker_svc.runtime.step_plan import Candidates, StepPlan, StepResult
+from worker_svc.runtime.step_plan import Candidates, StepPlan, StepResult, TokenLogprobs
 
 
 class RefusedRows:
@@ -65,6 +65,9 @@ class RefusedRows:
                 logprobs=candidates.logprobs[kept_candidates],
                 counts=candidates.counts[kept],
             )
+        told = result.token_logprobs
+        if told is not None:
+            told = TokenLogprobs(told.logprobs[kept_tokens], told.ranks[kept_tokens])
         return StepResult(
             step_id=result.step_id,
             rows=result.rows[kept],
@@ -73,4 +76,9 @@ class RefusedRows:
             row_errors=tuple(sorted(failed.items())),
             num_tokens=num_tokens[kept] if len(num_tokens) else num_tokens,
             candidates=candidates,
+            token_logprobs=told,
+            prompt_logprobs=tuple(
+                part for part in result.prompt_logprobs if part.row not in self._reasons
+            ),
+            vectors=tuple(part for part in result.vectors if part.row not in self._reasons),
         )

@@ -16,8 +16,10 @@ from worker_svc.runtime.step_plan import (
     AppendedBlocks,
     BlockCopies,
     Draft,
+    Float32Array,
     ForkedRow,
     Int32Array,
+    Pooling,
     SamplingParams,
     StepPlan,
     StepResult,
@@ -36,17 +38,7 @@ KV_FEATURES_NOT_SERVED = ("embeddings", "adapter")
 """Fields of a row that change its keys and values: the plan cannot be answered either."""
 
 ROW_FEATURES_NOT_SERVED: dict[str, Callable[[worker_pb2.AdmittedRow], bool]] = {
-    "prompt_logprobs": lambda row: row.HasField("prompt_logprobs"),
     "guide_json": lambda row: bool(row.guide_json),
-    "pooled": lambda row: row.pooled,
-    "logprobs": lambda row: row.logprobs,
-    "presence_penalty": lambda row: row.sampling.presence_penalty != 0,
-    "frequency_penalty": lambda row: row.sampling.frequency_penalty != 0,
-    "repetition_penalty": lambda row: row.sampling.repetition_penalty not in {0.0, 1.0},
-    "min_tokens": lambda row: row.sampling.min_tokens > 0,
-    "bias_token_ids": lambda row: bool(row.sampling.bias_token_ids),
-    "allowed_token_ids": lambda row: bool(row.sampling.allowed_token_ids),
-    "bad_words": lambda row: bool(row.sampling.bad_words),
 }
 """Fields that change what one row gives, and whether a row uses them: that row alone fails."""
 
@@ -145,19 +137,44 @@ def write_result(result: StepResult, epoch: Epoch) -> worker_pb2.StepResult:
             execute_ns=timing.total_ns,
         ),
     )
-    if len(result.num_tokens) or candidates is not None:
+    if len(result.num_tokens) or candidates is not None or result.token_logprobs is not None:
         message.rows = pack(result.rows)
         message.num_tokens = pack(result.num_tokens)
     if candidates is not None:
         message.candidate_ids = pack(candidates.ids)
-        message.candidate_logprobs = candidates.logprobs.astype(FLOAT32, copy=False).tobytes()
+        message.candidate_logprobs = pack_floats(candidates.logprobs)
         message.num_candidates = pack(candidates.counts)
+    if result.token_logprobs is not None:
+        message.logprobs = pack_floats(result.token_logprobs.logprobs)
+        message.ranks = pack(result.token_logprobs.ranks)
+    for part in result.prompt_logprobs:
+        message.prompt_logprobs.add(
+            row=part.row,
+            offset=part.offset,
+            logprobs=pack_floats(part.logprobs),
+            ranks=pack(part.ranks),
+            candidate_ids=pack(part.candidate_ids),
+            candidate_logprobs=pack_floats(part.candidate_logprobs),
+        )
+    for vector in result.vectors:
+        message.vectors.add(row=vector.row, values=pack_floats(vector.values))
     return message
 
 
 def pack(column: Int32Array) -> bytes:
     """Return a column as it travels."""
     return column.astype(INT32, copy=False).tobytes()
+
+
+def pack_floats(column: Float32Array) -> bytes:
+    """Return a column of log-probabilities, or a vector, as it travels."""
+    return column.astype(FLOAT32, copy=False).tobytes()
+
+
+def _float_column(name: str, packed: bytes) -> Float32Array:
+    if len(packed) % FLOAT32.itemsize:
+        raise InvariantError(f"{name} has {len(packed)} bytes, must be a multiple of 4")
+    return np.frombuffer(packed, dtype=FLOAT32)
 
 
 def _column(name: str, packed: bytes) -> Int32Array:
@@ -181,7 +198,6 @@ def _read_admitted(row: worker_pb2.AdmittedRow) -> AdmittedRow:
     for feature in KV_FEATURES_NOT_SERVED:
         if getattr(row, feature):
             raise InvariantError(f"row {row.row} uses {feature}, which this worker does not serve")
-    sampling = row.sampling
     return AdmittedRow(
         row=row.row,
         request_id=row.request_id,
@@ -190,17 +206,49 @@ def _read_admitted(row: worker_pb2.AdmittedRow) -> AdmittedRow:
         num_computed_tokens=row.num_computed_tokens,
         num_new_tokens=row.num_new_tokens,
         block_tables=tuple(_column("block_tables", table) for table in row.block_tables),
-        sampling=SamplingParams(
-            temperature=sampling.temperature,
-            top_k=sampling.top_k,
-            top_p=sampling.top_p,
-            min_p=sampling.min_p,
-            seed=sampling.seed,
-        ),
+        sampling=_read_sampling(row.sampling),
         sequence_index=row.sequence_index,
         num_samples=max(1, row.num_samples),
         num_candidates=row.num_candidates,
+        logprobs=row.logprobs,
+        prompt_logprobs=row.prompt_logprobs if row.HasField("prompt_logprobs") else None,
+        pooling=_read_pooling(row) if row.pooled else None,
     )
+
+
+def _read_sampling(sampling: worker_pb2.RowSampling) -> SamplingParams:
+    bias_ids, bias_values = (
+        _column("bias_token_ids", sampling.bias_token_ids),
+        _float_column("bias_values", sampling.bias_values),
+    )
+    if len(bias_ids) != len(bias_values):
+        raise InvariantError(f"{len(bias_ids)} token ids have {len(bias_values)} biases")
+    bad_words = tuple(_column("bad_words", word) for word in sampling.bad_words)
+    if not all(map(len, bad_words)):
+        raise InvariantError("bad_words has an empty one")
+    return SamplingParams(
+        temperature=sampling.temperature,
+        top_k=sampling.top_k,
+        top_p=sampling.top_p,
+        min_p=sampling.min_p,
+        seed=sampling.seed,
+        presence_penalty=sampling.presence_penalty,
+        frequency_penalty=sampling.frequency_penalty,
+        repetition_penalty=sampling.repetition_penalty or 1.0,
+        min_tokens=sampling.min_tokens,
+        stop_token_ids=_column("stop_token_ids", sampling.stop_token_ids),
+        bias_token_ids=bias_ids,
+        bias_values=bias_values,
+        allowed_token_ids=_column("allowed_token_ids", sampling.allowed_token_ids),
+        bad_words=bad_words,
+    )
+
+
+def _read_pooling(row: worker_pb2.AdmittedRow) -> Pooling:
+    # As pagemill.v1.Pooling, where unspecified means the last token's.
+    if row.pooling not in (0, *Pooling):
+        raise InvariantError(f"row {row.row} has pooling {row.pooling}, must be 0, 1 or 2")
+    return Pooling(row.pooling or Pooling.LAST)
 
 
 def _read_forked(fork: worker_pb2.ForkedRow) -> ForkedRow:

@@ -9,6 +9,7 @@ from pagemill.cli import bench, single_program
 from pagemill.cli.chat import chat
 from pagemill.cli.complete import complete
 from pagemill.cli.demo import demo
+from pagemill.cli.embed import embed
 from pagemill.cli.exit_status import CliError, from_client
 from pagemill.cli.pin import pin, unpin
 from pagemill.cli.serve import serve
@@ -30,6 +31,7 @@ def make_app() -> typer.Typer:
     app.command("simulate", context_settings=single_program.PASS_ON)(single_program.simulate)
     app.command("complete")(complete)
     app.command("chat")(chat)
+    app.command("embed")(embed)
     app.command("pin")(pin)
     app.command("unpin")(unpin)
     app.command("demo")(demo)

@@ -39,6 +39,20 @@ EarlyStopping = Annotated[
     str | None, Option(metavar="WHEN", help="Of beams: false, true or never, as in transformers.")
 ]
 NumReturned = Annotated[int | None, Option(help="Of beams: the best to print.")]
+PresencePenalty = Annotated[float | None, Option(help="Subtracted once from tokens put out.")]
+FrequencyPenalty = Annotated[float | None, Option(help="Subtracted once per occurrence.")]
+RepetitionPenalty = Annotated[float | None, Option(help="Divides logits of tokens seen.")]
+LogitBias = Annotated[
+    list[str] | None, Option(metavar="ID=VALUE", help="Added to this id's logit. Repeatable.")
+]
+AllowedTokenIds = Annotated[list[int] | None, Option(help="Only these are drawn. Repeatable.")]
+BadWords = Annotated[list[str] | None, Option(help="Text that must not appear. Repeatable.")]
+MinTokens = Annotated[int | None, Option(help="Tokens before anything ends the output.")]
+Logprobs = Annotated[
+    int | None, Option(help="Tell log-probabilities, of so many candidates too. Needs --json.")
+]
+PromptLogprobs = Annotated[int | None, Option(help="The same of the prompt. Needs --json.")]
+Echo = Annotated[bool, Option("--echo", help="The output begins with the prompt.")]
 Stop = Annotated[list[str] | None, Option(help="Text that ends the output. Repeatable.")]
 IgnoreEos = Annotated[bool, Option("--ignore-eos", help="Go on after an end of sequence.")]
 System = Annotated[str | None, Option(help="The system message.")]
@@ -63,6 +77,7 @@ NumGpuBlocksOverride = Annotated[int | None, Option(help="Usable blocks, whateve
 MaxModelLen = Annotated[int | None, Option(help="Most tokens of prompt and output.")]
 MaxNumSeqs = Annotated[int | None, Option(help="Most sequences in a step.")]
 MaxNumBatchedTokens = Annotated[int | None, Option(help="Most tokens in a step.")]
+MaxLogprobs = Annotated[int | None, Option(help="Most candidates told at a position.")]
 MaxWaitingRequests = Annotated[int | None, Option(help="Most requests in the queue.")]
 MaxWaitingTokens = Annotated[int | None, Option(help="Most tokens in the queue.")]
 SchedulingPolicy = Annotated[str | None, Option(help="fcfs, priority or fair.")]

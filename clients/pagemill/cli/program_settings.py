@@ -32,6 +32,7 @@ SCHEDULER_SETTINGS = frozenset(
         "log_format",
         "log_level",
         "long_prefill_token_threshold",
+        "max_logprobs",
         "max_long_prefills",
         "max_model_len",
         "max_num_batched_tokens",

@@ -22,6 +22,7 @@ def serve(
     max_model_len: options.MaxModelLen = None,
     max_num_seqs: options.MaxNumSeqs = None,
     max_num_batched_tokens: options.MaxNumBatchedTokens = None,
+    max_logprobs: options.MaxLogprobs = None,
     max_waiting_requests: options.MaxWaitingRequests = None,
     max_waiting_tokens: options.MaxWaitingTokens = None,
     scheduling_policy: options.SchedulingPolicy = None,

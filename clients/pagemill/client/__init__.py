@@ -3,6 +3,7 @@
 from pagemill.client.arguments import ChatArguments, GenerateArguments
 from pagemill.client.async_client import AsyncClient
 from pagemill.client.channel import Keepalive
+from pagemill.client.embedding import Embeddings
 from pagemill.client.errors import (
     AlreadyExistsError,
     CallCancelledError,
@@ -55,6 +56,7 @@ __all__ = [
     "Completion",
     "DeadlineExceededError",
     "Delta",
+    "Embeddings",
     "Event",
     "FinishReason",
     "Finished",

@@ -16,6 +16,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from pagemill.client import errors, wire
 from pagemill.client.arguments import ChatArguments, GenerateArguments
 from pagemill.client.channel import Keepalive, open_channel
+from pagemill.client.embedding import Embeddings, Pooling, embed_request, embeddings
 from pagemill.client.events import Collector, Completion, Event
 from pagemill.client.retry import Attempts, RetryPolicy
 from pagemill.client.server_facts import AbortResult, Load, ModelInfo, Pin, ServerInfo
@@ -137,6 +138,25 @@ class AsyncClient:
         """Return the text of token ids."""
         request = wire.detokenize_request(token_ids, model, keep_special_tokens=keep_special_tokens)
         return (await self._unary(self._inference.Detokenize, request, timeout)).text
+
+    async def embed(
+        self,
+        inputs: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = False,
+        model: str = "",
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Embeddings:
+        """Return one vector of hidden states for each text, or list of token ids.
+
+        `normalize` makes vectors of length 1.
+        """
+        request = embed_request(
+            inputs, pooling=pooling, normalize=normalize, model=model, request_id=request_id
+        )
+        return embeddings(await self._unary(self._inference.Embed, request, timeout))
 
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Return how the server is set."""

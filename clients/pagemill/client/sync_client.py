@@ -9,6 +9,7 @@ import grpc
 from pagemill.client.arguments import ChatArguments, GenerateArguments
 from pagemill.client.async_client import AsyncClient
 from pagemill.client.channel import Keepalive
+from pagemill.client.embedding import Embeddings, Pooling
 from pagemill.client.events import Completion, Event
 from pagemill.client.loop_thread import LoopThread
 from pagemill.client.retry import RetryPolicy
@@ -125,6 +126,28 @@ class Client:
         return self._loop_thread.run(
             self._client.detokenize(
                 token_ids, model=model, keep_special_tokens=keep_special_tokens, timeout=timeout
+            )
+        )
+
+    def embed(
+        self,
+        inputs: Sequence[str] | Sequence[Sequence[int]],
+        *,
+        pooling: Pooling = "last",
+        normalize: bool = False,
+        model: str = "",
+        request_id: str = "",
+        timeout: float | None = None,
+    ) -> Embeddings:
+        """Return one vector of hidden states for each text, or list of token ids."""
+        return self._loop_thread.run(
+            self._client.embed(
+                inputs,
+                pooling=pooling,
+                normalize=normalize,
+                model=model,
+                request_id=request_id,
+                timeout=timeout,
             )
         )
 

@@ -189,7 +189,9 @@ class Sampling(_message.Message):
 
     @_builtins.property
     def bad_words(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Strings that must not appear in the output. Each non-empty."""
+        """Strings that must not appear in the output, as they begin a text or follow a space. Each
+        non-empty; at most 1024 of at most 8192 bytes together.
+        """
 
     def __init__(
         self,
@@ -265,7 +267,9 @@ class Stopping(_message.Message):
     max_tokens: _builtins.int
     """Most tokens to generate, at least 1. Unset: as many as the model's length allows."""
     min_tokens: _builtins.int
-    """Tokens before any stop condition counts. Default 0."""
+    """Tokens before any stop condition counts; until then no stop id is drawn. At most max_tokens
+    and what the model's length leaves. Default 0.
+    """
     ignore_eos: _builtins.bool
     """True: the model's end-of-sequence ids are tokens like any other."""
     include_stop_string: _builtins.bool

@@ -231,12 +231,16 @@ class OutputOptions(_message.Message):
     """True: special tokens appear in the text."""
     logprobs: _builtins.int
     """Log-probabilities wanted at each output position: 0 the drawn token's, k the k best
-    and the drawn one. Unset: none.
+    and the drawn one. At most as many as the server says (max_logprobs, 20). Unset: none.
     """
     prompt_logprobs: _builtins.int
-    """The same for each prompt position. Unset: none."""
+    """The same for each prompt position, in the summary. The prompt is then computed anew, and its
+    blocks published. Unset: none.
+    """
     echo: _builtins.bool
-    """True: the output begins with the prompt."""
+    """True: the output of each sequence begins with the prompt, its ids, text and, with
+    `logprobs`, log-probabilities. It counts as no output.
+    """
     min_interval_s: _builtins.float
     """Least time between two messages, in seconds; tokens pile up meanwhile. 0: none."""
     def __init__(
@@ -417,7 +421,9 @@ class PositionLogprobs(_message.Message):
     ENTRIES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def entries(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenLogprob]:
-        """The drawn token first, then the best, without repeating the drawn one."""
+        """The drawn token first, then the best, without repeating the drawn one: k or k + 1. Of equal
+        ones the lower id is the likelier.
+        """
 
     def __init__(
         self,
@@ -754,7 +760,7 @@ class EmbedRequest(_message.Message):
     POOLING_FIELD_NUMBER: _builtins.int
     NORMALIZE_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """As in GenerateRequest."""
+    """As in GenerateRequest. Of several inputs the nth, from 0, has the id with #n behind it."""
     model: _builtins.str
     """A served model name. Empty: the only one."""
     pooling: Global___Pooling.ValueType
@@ -798,7 +804,7 @@ class EmbedTexts(_message.Message):
     TEXTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def texts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """At least one."""
+        """At least one, at most 1024, each with at least one token and fewer than a request may have."""
 
     def __init__(
         self,
@@ -822,7 +828,7 @@ class EmbedTokens(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.TokenIds]:
-        """At least one."""
+        """As texts."""
 
     def __init__(
         self,

@@ -97,7 +97,11 @@ class InferenceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Returns pooled hidden states of the inputs. Errors as Generate's.
+        """Returns pooled hidden states of the inputs, of the default tenant at normal priority. If one
+        cannot be computed, none is returned. Errors as Generate's, and:
+
+        INTERNAL  an input could not be computed
+        ABORTED   Control.Abort ended one
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

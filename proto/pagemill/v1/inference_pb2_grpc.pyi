@@ -55,7 +55,12 @@ class InferenceStub:
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
     """Turns token ids into text. Errors as Generate's."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
-    """Returns pooled hidden states of the inputs. Errors as Generate's."""
+    """Returns pooled hidden states of the inputs, of the default tenant at normal priority. If one
+    cannot be computed, none is returned. Errors as Generate's, and:
+
+    INTERNAL  an input could not be computed
+    ABORTED   Control.Abort ended one
+    """
 
 @_typing.type_check_only
 class InferenceAsyncStub(InferenceStub):
@@ -84,7 +89,12 @@ class InferenceAsyncStub(InferenceStub):
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
     """Turns token ids into text. Errors as Generate's."""
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Returns pooled hidden states of the inputs. Errors as Generate's."""
+    """Returns pooled hidden states of the inputs, of the default tenant at normal priority. If one
+    cannot be computed, none is returned. Errors as Generate's, and:
+
+    INTERNAL  an input could not be computed
+    ABORTED   Control.Abort ended one
+    """
 
 class InferenceServicer(metaclass=_abc_1.ABCMeta):
     """Generation and text."""
@@ -134,6 +144,11 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
-        """Returns pooled hidden states of the inputs. Errors as Generate's."""
+        """Returns pooled hidden states of the inputs, of the default tenant at normal priority. If one
+        cannot be computed, none is returned. Errors as Generate's, and:
+
+        INTERNAL  an input could not be computed
+        ABORTED   Control.Abort ended one
+        """
 
 def add_InferenceServicer_to_server(servicer: InferenceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

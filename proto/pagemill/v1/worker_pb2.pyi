@@ -737,7 +737,7 @@ class AdmittedRow(_message.Message):
     """
     num_candidates: _builtins.int
     """Likeliest tokens to report at each sampled position, with log-probabilities. 0: none. The
-    row's own sampled token is then the likeliest.
+    row's own sampled token is then the likeliest, unless `logprobs` is set.
     """
     prompt_logprobs: _builtins.int
     """Log-probabilities of prompt positions to report: unset none, else as in OutputOptions."""
@@ -746,11 +746,11 @@ class AdmittedRow(_message.Message):
     guide_json: _builtins.str
     """A form the output must have, compiled by the worker. Empty: free."""
     pooled: _builtins.bool
-    """True: the pooled hidden state is wanted in place of a token."""
+    """True: the pooled hidden state is wanted in place of a token, once the last token has run."""
     pooling: _builtins.int
     """How to pool, as pagemill.v1.Pooling."""
     logprobs: _builtins.bool
-    """True: the drawn token's log-probability is wanted."""
+    """True: the drawn token's log-probability and rank are wanted."""
     @_builtins.property
     def block_tables(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """Block ids, packed, one entry per KV group."""
@@ -1112,7 +1112,9 @@ class StepResult(_message.Message):
     num_tokens: _builtins.bytes
     """Tokens of each of `rows`. Empty: one each."""
     logprobs: _builtins.bytes
-    """Log-probabilities of the tokens, little-endian float32, where asked for."""
+    """Log-probabilities of all tokens, little-endian float32, where a row asked for its own; 0
+    for rows that did not.
+    """
     candidate_ids: _builtins.bytes
     """Candidates, row after row: ids, packed …"""
     candidate_logprobs: _builtins.bytes
@@ -1120,14 +1122,18 @@ class StepResult(_message.Message):
     num_candidates: _builtins.bytes
     """… and how many each of `rows` has."""
     ranks: _builtins.bytes
-    """Ranks of the sampled tokens, packed, where log-probabilities were asked for."""
+    """Ranks of all tokens, packed, where log-probabilities are given: 1 is the likeliest; 0 for
+    rows that did not ask.
+    """
     @_builtins.property
     def epoch(self) -> Global___Epoch:
         """The plan's."""
 
     @_builtins.property
     def prompt_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___PromptLogprobs]:
-        """Log-probabilities of prompt positions, where asked for."""
+        """Log-probabilities of the prompt positions that this step told, where asked for; one entry a
+        row.
+        """
 
     @_builtins.property
     def vectors(self) -> _containers.RepeatedCompositeFieldContainer[Global___RowVector]:
@@ -1255,7 +1261,7 @@ class PromptLogprobs(_message.Message):
     row: _builtins.int
     """The row."""
     offset: _builtins.int
-    """Position of the first."""
+    """Position of the first in the prompt, at least 1: nothing predicts the first token."""
     logprobs: _builtins.bytes
     """Of the prompt's own tokens, little-endian float32."""
     ranks: _builtins.bytes

@@ -33,6 +33,13 @@ class OutputText:
             StopMatcher(stops, include_stop=include_stop, min_tokens=min_tokens) if stops else None
         )
 
+    def begin_with(self, prompt: Sequence[int]) -> str:
+        """Put the prompt in front of the output and return its text, as far as it is certain.
+
+        It is not searched for stop strings. Nothing was pushed before.
+        """
+        return self._detokenizer.push(prompt)
+
     def push(self, token_ids: Sequence[int], *, ends_with_stop_token: bool = False) -> TextDelta:
         """Take the next ids and return what they add to the text.
 

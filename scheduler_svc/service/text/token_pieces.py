@@ -83,6 +83,16 @@ def read_pieces(backend: Tokenizer) -> Pieces:
     )
 
 
+def token_bytes(pieces: Pieces, token_id: int) -> bytes:
+    """Return what a token stands for, special tokens too. Empty for an id without a token."""
+    if not 0 <= token_id < len(pieces.all):
+        return b""
+    if isinstance(pieces, BytePieces):
+        return pieces.all[token_id]
+    byte = pieces.byte_by_id.get(token_id)
+    return pieces.all[token_id].encode() if byte is None else bytes([byte])
+
+
 def _byte_pieces(tokens: list[str], special: set[int]) -> BytePieces:
     # Latin-1 turns a character below 256 into the byte of that number. Characters that
     # stand for no byte go above 255, so that encoding fails for the whole token.

@@ -12,7 +12,7 @@ from scheduler_svc.service.text.gguf_header import read_gguf_header
 from scheduler_svc.service.text.gguf_tokenizer import build_gguf_tokenizer
 from scheduler_svc.service.text.special_text import MARK, SpecialText
 from scheduler_svc.service.text.token_bound import read_token_bound
-from scheduler_svc.service.text.token_pieces import read_pieces
+from scheduler_svc.service.text.token_pieces import read_pieces, token_bytes
 
 
 class Tokenizer:
@@ -85,6 +85,14 @@ class Tokenizer:
         if add_special_tokens and self.bos_id is not None and ids[:2] == [self.bos_id] * 2:
             return ids[1:]
         return ids
+
+    def encode_plain(self, text: str) -> list[int]:
+        """Return the ids of a piece of text; none are added."""
+        return _encode(self._backend, text, add_special_tokens=False)
+
+    def piece(self, token_id: int) -> bytes:
+        """Return a token's own text, which may be no valid character. Empty: it has none."""
+        return token_bytes(self._pieces, token_id)
 
     def encode_chat(self, rendered: str) -> list[int]:
         """Return the ids of a rendered chat, user strings of which went through `special_text`.

@@ -28,7 +28,6 @@ from pagemill.v1.inference_pb2 import (
     Chat,
     ChatMessage,
     DetokenizeRequest,
-    EmbedRequest,
     GenerateRequest,
     GenerateResponse,
     OutputOptions,
@@ -278,12 +277,6 @@ async def test_a_long_prompt_is_tokenized_beside_the_loop() -> None:
         request = GenerateRequest(text="ab" * 50_000, stopping=Stopping(max_tokens=1))
         assert ids_of(await generate(served, request)) == [ord("c")]
         assert len(served.door.submissions[0].token_ids) == 100_000
-
-
-async def test_embeddings_are_not_served_yet(served: Loopback) -> None:
-    error = await refusal_of(served.inference.Embed(EmbedRequest()))
-    assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert error.details() == "Inference.Embed is not served by this version"
 
 
 async def test_texts_go_to_ids_and_back(served: Loopback) -> None:

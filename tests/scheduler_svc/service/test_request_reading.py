@@ -25,6 +25,7 @@ from pagemill.v1.inference_pb2 import (
     OutputOptions,
 )
 from scheduler_svc.core.errors import InvalidRequestError, NotServedError, UnknownModelError
+from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.request import BeamOptions, EarlyStopping
 from scheduler_svc.core.request import Sampling as CoreSampling
 from scheduler_svc.errors import ConfigError
@@ -181,6 +182,21 @@ INVALID = [
         "stopping.stop",
         "no meaning in beam search",
     ),
+    (with_stopping(min_tokens=63), "stopping.min_tokens", "is 63, must be at most 62"),
+    (with_stopping(min_tokens=2**32 - 1), "stopping.min_tokens", "must be at most 62"),
+    (with_output(logprobs=21), "output.logprobs", "is 21, must be in [0, 20]"),
+    (with_output(prompt_logprobs=2**31), "output.prompt_logprobs", "must be in [0, 20]"),
+    (
+        asking(cache=CacheOptions(read_cache=True), output=OutputOptions(prompt_logprobs=0)),
+        "cache.read_cache",
+        "must be false or unset",
+    ),
+    (
+        asking(cache=CacheOptions(read_cache=True), output=OutputOptions(echo=True, logprobs=0)),
+        "cache.read_cache",
+        "must be false or unset",
+    ),
+    (with_sampling(bad_words=["x" * 4097] * 2), "sampling.bad_words", "must have at most 8192"),
 ]
 
 
@@ -195,20 +211,22 @@ async def test_a_bad_value_is_refused_with_its_field_and_bound(
     assert len(str(refused.value)) < 600
 
 
+def beams_and(**fields: object) -> GenerateRequest:
+    return asking(beam=BeamSearch(width=2), **fields)
+
+
 NOT_SERVED = [
     (asking(adapter="lora"), "adapter"),
     (asking(guide=Guide(regex="a+")), "guide"),
     (GenerateRequest(token_ids=PROMPT, embeddings=[EmbeddingSpan(content_id="x")]), "embeddings"),
-    (with_sampling(presence_penalty=1), "sampling.presence_penalty"),
-    (with_sampling(frequency_penalty=-1), "sampling.frequency_penalty"),
-    (with_sampling(repetition_penalty=1.1), "sampling.repetition_penalty"),
-    (with_sampling(logit_bias={5: 1.0}), "sampling.logit_bias"),
-    (with_sampling(allowed_token_ids=[5]), "sampling.allowed_token_ids"),
-    (with_sampling(bad_words=["x"]), "sampling.bad_words"),
-    (with_stopping(min_tokens=1), "stopping.min_tokens"),
-    (with_output(logprobs=0), "output.logprobs"),
-    (with_output(prompt_logprobs=0), "output.prompt_logprobs"),
-    (with_output(echo=True), "output.echo"),
+    (beams_and(sampling=Sampling(presence_penalty=1)), "sampling.presence_penalty"),
+    (beams_and(sampling=Sampling(frequency_penalty=-1)), "sampling.frequency_penalty"),
+    (beams_and(sampling=Sampling(repetition_penalty=1.1)), "sampling.repetition_penalty"),
+    (beams_and(sampling=Sampling(logit_bias={5: 1.0})), "sampling.logit_bias"),
+    (beams_and(sampling=Sampling(allowed_token_ids=[5])), "sampling.allowed_token_ids"),
+    (beams_and(sampling=Sampling(bad_words=["x"])), "sampling.bad_words"),
+    (beams_and(stopping=Stopping(min_tokens=1)), "stopping.min_tokens"),
+    (beams_and(output=OutputOptions(logprobs=0)), "output.logprobs"),
 ]
 
 
@@ -221,13 +239,93 @@ async def test_a_field_of_later_versions_is_refused_by_name(
     assert refused.value.field == field
 
 
-async def test_neutral_values_of_later_fields_are_served() -> None:
+async def test_neutral_values_mean_what_unset_ones_do() -> None:
     neutral = with_sampling(
-        n=1, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_k=-1
+        n=1, presence_penalty=0, frequency_penalty=0, repetition_penalty=1, top_k=-1, seed=3
     )
-    submission = await read(neutral)
-    assert submission.sampling.top_k == 0
+    assert (await read(neutral)).sampling == (await read(with_sampling(seed=3))).sampling
     assert (await read(with_sampling(n=1))).token_ids == array("i", [104, 105])
+
+
+async def test_rules_are_taken_over_as_ids() -> None:
+    request = with_sampling(
+        presence_penalty=0.5,
+        frequency_penalty=-2,
+        repetition_penalty=1.25,
+        logit_bias={9: -100, 5: 1.5},
+        allowed_token_ids=[7, 5, 7],
+        bad_words=["hi", " x"],
+        seed=1,
+    )
+    assert (await read(request)).sampling == CoreSampling(
+        temperature=1.0,
+        seed=1,
+        presence_penalty=0.5,
+        frequency_penalty=-2,
+        repetition_penalty=1.25,
+        logit_bias=((5, 1.5), (9, -100)),
+        allowed_token_ids=(5, 7),
+        # At the start of a text, and behind a space.
+        bad_words=((104, 105), (32, 104, 105), (32, 120)),
+    )
+
+
+async def test_a_models_repetition_penalty_is_taken_where_the_request_has_none() -> None:
+    front = front_end(facts(sampling=SamplingDefaults(repetition_penalty=1.1)))
+    assert (await read(asking(), front)).sampling.repetition_penalty == 1.1
+    own = with_sampling(repetition_penalty=1)
+    assert (await read(own, front)).sampling.repetition_penalty == 1
+    assert (await read(with_beams(width=2), front)).sampling.repetition_penalty == 1
+    with pytest.raises(ConfigError, match="repetition_penalty is 0"):
+        front_end(facts(sampling=SamplingDefaults(repetition_penalty=0)))
+
+
+@pytest.mark.parametrize(
+    ("output", "reports"),
+    [
+        (OutputOptions(), Reports()),
+        (OutputOptions(logprobs=0), Reports(logprobs=0)),
+        (OutputOptions(prompt_logprobs=2), Reports(prompt_logprobs=2)),
+        (OutputOptions(echo=True), Reports()),
+        (OutputOptions(echo=True, logprobs=3), Reports(logprobs=3, prompt_logprobs=3)),
+        (
+            OutputOptions(echo=True, logprobs=1, prompt_logprobs=2),
+            Reports(logprobs=1, prompt_logprobs=2),
+        ),
+    ],
+)
+async def test_who_wants_the_prompt_told_reads_no_cache(
+    output: OutputOptions, reports: Reports
+) -> None:
+    submission = await read(asking(output=output))
+    assert submission.reports == reports
+    assert submission.read_cache is (reports.prompt_logprobs is None)
+
+
+async def test_stops_that_hold_back_leave_a_token_to_draw() -> None:
+    allowed = Sampling(allowed_token_ids=[EOS, 7])
+    early = Stopping(min_tokens=2)
+    assert (await read(asking(sampling=allowed, stopping=early))).min_output_tokens == 2
+    only = Sampling(allowed_token_ids=[EOS])
+    assert (await read(asking(sampling=only))).sampling.allowed_token_ids == (EOS,)
+    own = Stopping(min_tokens=2, stop_token_ids=[7])
+    for sampling, stopping in ((only, early), (allowed, own)):
+        with pytest.raises(InvalidRequestError, match="one must be left") as refused:
+            await read(asking(sampling=sampling, stopping=stopping))
+        assert refused.value.field == "sampling.allowed_token_ids"
+
+
+async def test_an_answer_that_tells_too_much_of_its_prompt_is_refused() -> None:
+    front = front_end(max_model_len=2**20)
+    prompt = TokenIds(ids=[1] * 50_000)
+    small = OutputOptions(prompt_logprobs=19)
+    assert (await read(GenerateRequest(token_ids=prompt, output=small), front)).token_ids
+    for output, sampling in (
+        (OutputOptions(prompt_logprobs=20), Sampling()),
+        (OutputOptions(echo=True, logprobs=1), Sampling(n=7)),
+    ):
+        with pytest.raises(InvalidRequestError, match="must be at most 1048576"):
+            await read(GenerateRequest(token_ids=prompt, output=output, sampling=sampling), front)
 
 
 async def test_the_tenant_is_taken_as_it_is() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill.v1 import worker_pb2
+from scheduler_svc.core.reports import Pooling
 from scheduler_svc.core.request import Sampling
 from scheduler_svc.core.step_plan import (
     AdmittedRow,
@@ -31,8 +32,20 @@ uint32 = st.integers(0, 2**32 - 1)
 uint64 = st.integers(0, 2**64 - 1)
 float32 = st.floats(width=32, allow_nan=False)
 columns = st.lists(int32, max_size=20).map(lambda values: np.array(values, dtype=np.int32))
+ids = st.integers(0, 2**31 - 1)
 samplings = st.builds(
-    Sampling, temperature=float32, top_k=uint32, top_p=float32, min_p=float32, seed=uint64
+    Sampling,
+    temperature=float32,
+    top_k=uint32,
+    top_p=float32,
+    min_p=float32,
+    seed=uint64,
+    presence_penalty=float32,
+    frequency_penalty=float32,
+    repetition_penalty=st.sampled_from([1.0, 0.5, 1.25]),
+    logit_bias=st.dictionaries(ids, float32, max_size=3).map(lambda bias: tuple(bias.items())),
+    allowed_token_ids=st.lists(ids, max_size=3).map(tuple),
+    bad_words=st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
 )
 admitted_rows = st.builds(
     AdmittedRow,
@@ -47,6 +60,11 @@ admitted_rows = st.builds(
     sequence_index=uint32,
     num_samples=st.integers(1, 2**32 - 1),
     num_candidates=uint32,
+    logprobs=st.booleans(),
+    prompt_logprobs=st.none() | uint32,
+    pooling=st.none() | st.sampled_from(Pooling),
+    min_output_tokens=uint32,
+    stop_token_ids=st.frozensets(ids, max_size=3),
 )
 forked_rows = st.builds(
     ForkedRow,
@@ -177,6 +195,93 @@ def candidates(*logprobs: float) -> worker_pb2.StepResult:
         candidate_ids=pack(*range(len(logprobs))),
         candidate_logprobs=np.array(logprobs, dtype="<f4").tobytes(),
     )
+
+
+def floats(*values: float) -> bytes:
+    return np.array(values, dtype="<f4").tobytes()
+
+
+def test_what_is_told_of_tokens_prompts_and_rows_arrives() -> None:
+    message = worker_pb2.StepResult(
+        tokens=pack(7, 8, 9),
+        rows=pack(3, 5),
+        num_tokens=pack(2, 1),
+        logprobs=floats(-0.5, -1.5, 0),
+        ranks=pack(1, 100, 0),
+        prompt_logprobs=[
+            worker_pb2.PromptLogprobs(
+                row=4,
+                offset=2,
+                logprobs=floats(-0.25, -0.75),
+                ranks=pack(1, 2),
+                candidate_ids=pack(9, 8, 7, 6),
+                candidate_logprobs=floats(-1, -2, -3, -4),
+            )
+        ],
+        vectors=[worker_pb2.RowVector(row=6, values=floats(0.5, -8))],
+    )
+    result = decode_result(message, vocab_size=100).result
+    assert result.logprobs is not None
+    assert result.ranks is not None
+    assert result.logprobs.tolist() == [-0.5, -1.5, 0]
+    assert result.ranks.tolist() == [1, 100, 0]
+    [part] = result.prompt_parts
+    assert (part.row, part.offset) == (4, 2)
+    assert (part.logprobs.tolist(), part.ranks.tolist()) == ([-0.25, -0.75], [1, 2])
+    assert part.candidate_ids.tolist() == [[9, 8], [7, 6]]
+    assert part.candidate_logprobs.tolist() == [[-1, -2], [-3, -4]]
+    [(row, vector)] = result.vectors
+    assert (row, vector.tolist()) == (6, [0.5, -8])
+
+
+def told(logprobs: bytes, ranks: bytes) -> worker_pb2.StepResult:
+    return worker_pb2.StepResult(tokens=pack(7), logprobs=logprobs, ranks=ranks)
+
+
+def prompt_told(**changes: object) -> worker_pb2.StepResult:
+    fields = {"offset": 1, "logprobs": floats(-1), "ranks": pack(1), **changes}
+    part = worker_pb2.PromptLogprobs(**fields)  # type: ignore[arg-type]  # any field
+    return worker_pb2.StepResult(prompt_logprobs=[part])
+
+
+def vector(*values: float) -> worker_pb2.StepResult:
+    return worker_pb2.StepResult(vectors=[worker_pb2.RowVector(row=2, values=floats(*values))])
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("result", "complaint"),
+    [
+        (told(floats(-1), b""), "1 tokens have 1 log-probabilities and 0 ranks"),
+        (told(floats(-1, -1), pack(1, 1)), "1 tokens have 2 log-probabilities and 2 ranks"),
+        (told(floats(0.5), pack(1)), "logprobs must be at most 0"),
+        (told(floats(NAN), pack(1)), "logprobs must be at most 0"),
+        (told(floats(-1), pack(101)), "ranks go from 101 to 101, must be 0 to 100"),
+        (told(floats(-1), pack(-1)), "ranks go from -1 to -1, must be 0 to 100"),
+        (prompt_told(logprobs=b""), "0 prompt positions have 1 ranks"),
+        (prompt_told(candidate_ids=pack(1)), "1 candidates and 0 log-probabilities"),
+        (prompt_told(offset=0), "an offset of at least 1"),
+        (prompt_told(ranks=pack(0)), "ranks go from 0 to 0, must be 1 to 100"),
+        (prompt_told(logprobs=floats(NAN)), "logprobs must be at most 0"),
+        (
+            prompt_told(candidate_ids=pack(100), candidate_logprobs=floats(-1)),
+            "candidate_ids go from 100",
+        ),
+        (
+            prompt_told(candidate_ids=pack(1), candidate_logprobs=floats(NAN)),
+            "candidate_logprobs must be at most 0",
+        ),
+        (vector(), "the vector of row 2 must be finite numbers"),
+        (vector(1, NAN), "the vector of row 2 must be finite numbers"),
+    ],
+)
+def test_what_is_told_and_cannot_be_is_refused_by_name(
+    result: worker_pb2.StepResult, complaint: str
+) -> None:
+    with pytest.raises(MalformedMessageError, match=complaint):
+        decode_result(result, vocab_size=100)
 
 
 def test_several_tokens_and_candidates_of_rows_arrive() -> None:

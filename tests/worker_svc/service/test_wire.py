@@ -11,7 +11,17 @@ from hypothesis import strategies as st
 
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import InvariantError
-from worker_svc.runtime.step_plan import Candidates, Int32Array, StepResult, StepTiming
+from worker_svc.runtime.logit_rules import read_rules
+from worker_svc.runtime.step_plan import (
+    Candidates,
+    Int32Array,
+    Pooling,
+    PromptLogprobs,
+    RowVector,
+    StepResult,
+    StepTiming,
+    TokenLogprobs,
+)
 from worker_svc.service import wire
 
 ids = st.integers(0, 2**31 - 1)
@@ -251,22 +261,7 @@ def test_groups_that_descend_or_cannot_be_are_refused(groups: list[int]) -> None
 
 
 NOT_SERVED_BY_ROW: dict[str, worker_pb2.AdmittedRow] = {
-    "prompt_logprobs": worker_pb2.AdmittedRow(prompt_logprobs=0),
     "guide_json": worker_pb2.AdmittedRow(guide_json="{}"),
-    "pooled": worker_pb2.AdmittedRow(pooled=True),
-    "logprobs": worker_pb2.AdmittedRow(logprobs=True),
-    **{
-        name: worker_pb2.AdmittedRow(sampling=worker_pb2.RowSampling(**{name: value}))  # type: ignore[arg-type]
-        for name, value in {
-            "presence_penalty": 0.5,
-            "frequency_penalty": -0.5,
-            "repetition_penalty": 1.5,
-            "min_tokens": 1,
-            "bias_token_ids": encode([1]),
-            "allowed_token_ids": encode([1]),
-            "bad_words": [encode([1])],
-        }.items()
-    },
 }
 
 
@@ -279,16 +274,97 @@ def test_each_feature_of_a_row_that_is_not_served_is_named() -> None:
         assert reason == f"{name} is asked for, which this worker does not serve"
 
 
+def test_what_a_row_may_draw_and_wants_told_arrives() -> None:
+    row = worker_pb2.AdmittedRow(
+        logprobs=True,
+        prompt_logprobs=0,
+        pooled=True,
+        sampling=worker_pb2.RowSampling(
+            presence_penalty=0.5,
+            frequency_penalty=-0.5,
+            repetition_penalty=1.5,
+            min_tokens=3,
+            stop_token_ids=encode([1]),
+            bias_token_ids=encode([2, 4]),
+            bias_values=struct.pack("<2f", 0.5, -3.0),
+            allowed_token_ids=encode([5, 6]),
+            bad_words=[encode([7]), encode([8, 9])],
+        ),
+    )
+    (read,) = wire.read_plan(worker_pb2.StepPlan(admitted=[row])).admitted
+    assert (read.logprobs, read.prompt_logprobs, read.pooling) == (True, 0, Pooling.LAST)
+    params = read.sampling
+    assert (params.presence_penalty, params.frequency_penalty) == (0.5, -0.5)
+    assert (params.repetition_penalty, params.min_tokens) == (1.5, 3)
+    assert params.stop_token_ids.tolist() == [1]
+    assert params.bias_token_ids.tolist() == [2, 4]
+    assert params.bias_values.tolist() == [0.5, -3.0]
+    assert params.allowed_token_ids.tolist() == [5, 6]
+    assert [word.tolist() for word in params.bad_words] == [[7], [8, 9]]
+    assert wire.read_refusals(worker_pb2.StepPlan(admitted=[row])) == ()
+
+
+def test_what_a_row_leaves_out_is_off() -> None:
+    (read,) = wire.read_plan(worker_pb2.StepPlan(admitted=[worker_pb2.AdmittedRow()])).admitted
+    assert (read.logprobs, read.prompt_logprobs, read.pooling) == (False, None, None)
+    assert read.sampling.repetition_penalty == 1.0
+    assert read_rules(read) is None
+
+
 @pytest.mark.parametrize(
-    "row",
+    ("changes", "complaint"),
     [
-        worker_pb2.AdmittedRow(sampling=worker_pb2.RowSampling(repetition_penalty=1)),
-        # Stop ids alone forbid nothing: they matter before min_tokens.
-        worker_pb2.AdmittedRow(sampling=worker_pb2.RowSampling(stop_token_ids=encode([1]))),
+        ({"bias_token_ids": encode([1, 2]), "bias_values": bytes(4)}, "2 token ids have 1 biases"),
+        ({"bias_values": bytes(3)}, "bias_values has 3 bytes"),
+        ({"bad_words": [b""]}, "bad_words has an empty one"),
     ],
 )
-def test_values_that_mean_off_are_no_features(row: worker_pb2.AdmittedRow) -> None:
-    assert wire.read_refusals(worker_pb2.StepPlan(admitted=[row])) == ()
+def test_rules_that_do_not_fit_together_are_refused(
+    changes: dict[str, Any], complaint: str
+) -> None:
+    row = worker_pb2.AdmittedRow(sampling=worker_pb2.RowSampling(**changes))
+    with pytest.raises(InvariantError, match=complaint):
+        wire.read_plan(worker_pb2.StepPlan(admitted=[row]))
+
+
+def test_a_pooling_that_is_none_is_refused() -> None:
+    row = worker_pb2.AdmittedRow(row=3, pooled=True, pooling=3)
+    with pytest.raises(InvariantError, match="row 3 has pooling 3, must be 0, 1 or 2"):
+        wire.read_plan(worker_pb2.StepPlan(admitted=[row]))
+
+
+def test_what_is_told_of_tokens_prompts_and_rows_is_written() -> None:
+    floats, ints = np.float32, np.int32
+    part = PromptLogprobs(
+        4,
+        2,
+        np.array([-0.5], floats),
+        np.array([3], ints),
+        np.array([7, 8], ints),
+        np.array([-0.25, -0.75], floats),
+    )
+    result = StepResult(
+        step_id=1,
+        rows=np.array([2, 4], ints),
+        tokens=np.array([5, 6], ints),
+        timing=StepTiming(0, 0, 0, 0),
+        row_errors=(),
+        token_logprobs=TokenLogprobs(np.array([-1.5, 0], floats), np.array([2, 0], ints)),
+        prompt_logprobs=(part,),
+        vectors=(RowVector(9, np.array([0.5, -2.0], floats)),),
+    )
+    message = wire.write_result(result, wire.Epoch(1, 2))
+    assert message.rows == encode([2, 4])
+    assert (message.logprobs, message.ranks) == (struct.pack("<2f", -1.5, 0), encode([2, 0]))
+    assert message.prompt_logprobs[0] == worker_pb2.PromptLogprobs(
+        row=4,
+        offset=2,
+        logprobs=struct.pack("<f", -0.5),
+        ranks=encode([3]),
+        candidate_ids=encode([7, 8]),
+        candidate_logprobs=struct.pack("<2f", -0.25, -0.75),
+    )
+    assert message.vectors[0] == worker_pb2.RowVector(row=9, values=struct.pack("<2f", 0.5, -2))
 
 
 @pytest.mark.parametrize(
@@ -327,18 +403,14 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
     read_row = {
         *{"row", "request_id", "tokens", "block_tables", "sampling", "sequence_index"},
         *{"num_prompt_tokens", "num_computed_tokens", "num_new_tokens"},
-        *{"num_samples", "num_candidates"},
+        *{"num_samples", "num_candidates", "logprobs", "prompt_logprobs", "pooled", "pooling"},
     }
-    ignored_row = {"pooling"}  # how to pool, where `pooled` asks for it
-    read_sampling = set(SAMPLING)
-    ignored_sampling = {"stop_token_ids", "bias_values"}  # belong to min_tokens, bias_token_ids
+    read_sampling = {field.name for field in worker_pb2.RowSampling.DESCRIPTOR.fields}
     fields = {field.name for field in worker_pb2.AdmittedRow.DESCRIPTOR.fields}
     fields |= {field.name for field in worker_pb2.RowSampling.DESCRIPTOR.fields}
     assert fields == (
         read_row
-        | ignored_row
         | read_sampling
-        | ignored_sampling
         | set(wire.ROW_FEATURES_NOT_SERVED)
         | set(wire.KV_FEATURES_NOT_SERVED)
     )

@@ -353,11 +353,11 @@ def test_a_row_that_asks_for_what_is_not_served_fails_alone() -> None:
     with ScriptedScheduler() as scheduler, running_worker(FakeHost(), scheduler.address):
         connection = scheduler.accept()
         connection.take()
-        connection.plan(0, admitted=[admitted(1), admitted(2, logprobs=True)])
+        connection.plan(0, admitted=[admitted(1), admitted(2, guide_json="{}")])
         result = connection.hear("result")
         assert int.from_bytes(result.tokens, "little") == 1
         assert [(error.row, error.reason) for error in result.errors] == [
-            (2, "logprobs is asked for, which this worker does not serve")
+            (2, "guide_json is asked for, which this worker does not serve")
         ]
 
 
