@@ -107,7 +107,7 @@ class WorkerSettings(BaseSettings):
 
     quantization: Literal["none", "int8", "int4"] = "none"
     """Of linear layers, on a CPU: none, int8 or int4 (in groups of 32 weights, rounded at loading;
-    a Q4_1 or Q8_0 file keeps its values)."""
+    a Q4_1 or Q8_0 file and checkpoints of as few bits keep their values)."""
 
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of a GPU's memory for weights, activations and KV cache together."""

@@ -99,8 +99,6 @@ def test_a_bench_that_was_stopped_as_a_group_answers_the_next_cell(bench: Stdin)
         assert line["complete"] is True
         assert line["out_tok_s"] * line["wall_s"] == pytest.approx(outputs, rel=0.01)
         assert line["total_tok_s"] * line["wall_s"] == pytest.approx(total, rel=0.01)
-    # Lost and joined again, the worker would have run the cell only seconds later.
-    assert after["steps"] <= 7
     assert bench.process.stdin is not None
     bench.process.stdin.close()
     assert bench.process.wait(LIMIT_S) == 0

@@ -14,6 +14,7 @@ from worker_svc.model.families import FAMILIES
 from worker_svc.model.loader import Loader, Progress
 from worker_svc.model.operations import Operations
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
+from worker_svc.model.quantised_weights import Dequantised, QuantisedWeights
 from worker_svc.model.torch_operations import TorchOperations
 
 
@@ -29,6 +30,9 @@ class LoadedModel:
 
     kv_scales: tuple[Scales, ...] | None = None
     """Of fp8 keys and values, layer by layer, if the checkpoint has them."""
+
+    dequantised: Dequantised | None = None
+    """None: the checkpoint's weights are plain, or all of them run as they are stored."""
 
 
 def load_model(
@@ -56,5 +60,12 @@ def load_model(
         model = FAMILIES[config.family](loader)
         kv_scales = loader.kv_scales()
         loader.finish()
-    seconds = time.perf_counter() - started
-    return LoadedModel(model, loader.weight_bytes, seconds, ranks or NoOtherRanks(), kv_scales)
+        dequantised = tensors.dequantised if isinstance(tensors, QuantisedWeights) else None
+    return LoadedModel(
+        model,
+        loader.weight_bytes,
+        time.perf_counter() - started,
+        ranks or NoOtherRanks(),
+        kv_scales,
+        dequantised if dequantised and dequantised.num_matrices else None,
+    )

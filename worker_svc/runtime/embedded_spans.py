@@ -69,6 +69,10 @@ class EmbeddedSpans:
             for row in rows.tolist():
                 self._spans.pop(row, None)
 
+    def are_of(self, rows: Int64Array) -> bool:
+        """Return whether one of these rows has any left."""
+        return bool(self._spans) and not self._spans.keys().isdisjoint(rows.tolist())
+
     def of_step(self, rows: Int64Array, starts: Int64Array, ends: Int64Array) -> Embedded | None:
         """Return the vectors of the tokens that rows run, and drop what is behind them.
 

@@ -11,6 +11,7 @@ from worker_svc.errors import InvariantError
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
+from worker_svc.runtime import sampler
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.drafts import verify_drafts, with_verified
@@ -21,7 +22,7 @@ from worker_svc.runtime.logprobs import find_prompt_logprobs, sampled_logprobs
 from worker_svc.runtime.memory_budget import blocks_for
 from worker_svc.runtime.pooling import Pooler
 from worker_svc.runtime.rows import Rows
-from worker_svc.runtime.sampler import sample, sample_several
+from worker_svc.runtime.sampler import Sampler
 from worker_svc.runtime.step_inputs import StepInputs, build_step_inputs
 from worker_svc.runtime.step_plan import (
     Candidates,
@@ -69,6 +70,7 @@ class ModelRunner:
         "_ranks",
         "kv_cache",
         "rows",
+        "sampler",
     )
 
     def __init__(
@@ -100,6 +102,7 @@ class ModelRunner:
         self._adapters = adapters
         self._pooler = Pooler()
         self._ranks = ranks or NoOtherRanks()
+        self.sampler: Sampler = sampler
         self._last_step_id = -1
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -115,13 +118,19 @@ class ModelRunner:
             )
         self._last_step_id = plan.step_id
         self.rows.apply(plan)
-        self._fail_without_adapter(plan)
+        self.fail_without_adapter(plan)
         self.kv_cache.copy_blocks(plan.copies)
-        running = self.rows.running()
+        return self.run_rows(plan.step_id, self.rows.running(), started)
+
+    def run_rows(self, step_id: int, running: Int64Array, started: int) -> StepResult:
+        """Run rows that have applied a plan, and whose tokens are all known here.
+
+        `started`: when the step began, in nanoseconds. Shape: running [R], ascending.
+        """
         if not len(running):
             now = perf_counter_ns()
             return StepResult(
-                plan.step_id,
+                step_id,
                 no_int32(),
                 no_int32(),
                 _timing(started, now, now, now),
@@ -141,7 +150,7 @@ class ModelRunner:
         )
         sampled = self._sample(logits, inputs.sampling_rows)
         result = StepResult(
-            step_id=plan.step_id,
+            step_id=step_id,
             rows=sampled.rows,
             tokens=sampled.tokens,
             timing=_timing(started, prepared, computed, perf_counter_ns()),
@@ -154,7 +163,7 @@ class ModelRunner:
         )
         return result if verified is None else with_verified(result, verified)
 
-    def _fail_without_adapter(self, plan: StepPlan) -> None:
+    def fail_without_adapter(self, plan: StepPlan) -> None:
         """Fail admitted rows whose adapter is not here."""
         for entry in plan.admitted:
             if entry.adapter and not (self._adapters and self._adapters.has(entry.adapter)):
@@ -201,7 +210,9 @@ class ModelRunner:
             return Sampled(no_int32(), no_int32(), no_int32(), None, None)
         num_tokens, candidates = no_int32(), None
         if (params.num_samples[rows] > 1).any():
-            tokens, num_tokens = sample_several(scores, tokens, rows, positions, params)
+            tokens, num_tokens = self.sampler.sample_several(
+                scores, tokens, rows, positions, params
+            )
             params.num_samples[rows] = 1
         if params.num_candidates[rows].any():
             candidates = find_candidates(logits, params.num_candidates[rows])
@@ -219,7 +230,7 @@ class ModelRunner:
         if not self._ranks.shard.leads:
             tokens = self._ranks.share_tokens(np.empty(len(rows), dtype=np.int32))
             return tokens, tokens == _FAILED
-        tokens, failed = sample(scores, rows, positions, self.rows.sampling)
+        tokens, failed = self.sampler.sample(scores, rows, positions, self.rows.sampling)
         if raw_failed is not None:
             failed |= raw_failed
         self._ranks.share_tokens(np.where(failed, _FAILED, tokens))

@@ -135,7 +135,19 @@ class LocalModel:
             self._loaded = load_model(
                 self._path, self._dtype, device, operations, ranks, progress, self.adapters.bank
             )
+            self._say_what_was_dequantised(self._loaded)
             self._kv_form = choose_kv_form(self._loaded, self._kv_dtype)
+
+    def _say_what_was_dequantised(self, loaded: LoadedModel) -> None:
+        if (found := loaded.dequantised) is not None:
+            self._log.info(
+                "quantised weights were dequantised at loading",
+                quant_method=found.method,
+                matrices=found.num_matrices,
+                bytes_in_file=found.file_bytes,
+                bytes_if_dequantised=found.num_weights * self._dtype.itemsize,
+                dtype=str(self._dtype).removeprefix("torch."),
+            )
 
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.
@@ -165,7 +177,9 @@ class LocalModel:
         # Triton takes a second to import, and a worker on a CPU has no use for it.
         from worker_svc.runtime.device_runner import DeviceRunner  # noqa: PLC0415
 
-        return DeviceRunner.beside(self._loaded.model, runner), report
+        beside = DeviceRunner(self._loaded.model, runner)
+        beside.record_graphs()
+        return beside, report
 
 
 def set_threads(num_threads: int | None, *, leave_one: bool = False) -> None:
