@@ -17,7 +17,9 @@ from scheduler_svc.core.errors import (
     UnknownAdapterError,
     UnknownPinError,
 )
-from scheduler_svc.core.request import FinishReason, MissReason
+from scheduler_svc.core.miss_reason import MissReason
+from scheduler_svc.core.request import FinishReason
+from scheduler_svc.service.adapter_door import AdapterState
 from scheduler_svc.service.engine_door import (
     Accepted,
     Account,
@@ -27,7 +29,6 @@ from scheduler_svc.service.engine_door import (
     TokenBatch,
 )
 from scheduler_svc.service.server_state import (
-    AdapterState,
     GroupState,
     Load,
     ServerState,

@@ -10,6 +10,7 @@ from scheduler_svc.core.block_hash import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from scheduler_svc.core.draft_record import DraftRecord
 from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.miss_reason import MissReason
 from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.told import PromptTable, Vector
 
@@ -35,28 +36,6 @@ class FinishReason(Enum):
 
     ERROR = "error"
     """It could not be computed."""
-
-
-class MissReason(Enum):
-    """Why the prefix hit of a request, at its first admission, went no further."""
-
-    UNSEEN = "unseen"
-    """Its next block has no name here: never seen, under this salt, or too long ago."""
-
-    EVICTED = "evicted"
-    """Its next block was evicted lately."""
-
-    LAST_TOKEN = "last_token"  # noqa: S105 - no password
-    """All is cached, but the last block runs, since only a run gives logits."""
-
-    TAIL = "tail"
-    """What is left fills no block."""
-
-    NOT_READ = "not_read"
-    """The request reads no cache."""
-
-    DISABLED = "disabled"
-    """Prefix caching is off."""
 
 
 @dataclass(frozen=True, slots=True)

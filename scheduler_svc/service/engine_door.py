@@ -9,10 +9,12 @@ from typing import Protocol
 from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.embedded_span import EmbeddedSpan
+from scheduler_svc.core.miss_reason import MissReason
 from scheduler_svc.core.reports import Reports
-from scheduler_svc.core.request import FinishReason, MissReason, Sampling
+from scheduler_svc.core.request import FinishReason, Sampling
 from scheduler_svc.core.told import PromptTable, TokenTold, Vector
-from scheduler_svc.service.server_state import AdapterState, Load, ServerState
+from scheduler_svc.service.adapter_door import AdapterDoor
+from scheduler_svc.service.server_state import Load, ServerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,27 +219,6 @@ class TokenStream(Protocol):
 
     def account(self) -> Account:
         """What the request cost so far; final once the `open` block is left."""
-
-
-class AdapterDoor(Protocol):
-    """Loading and unloading adapters."""
-
-    async def load(self, name: str, path: str) -> int:
-        """Load an adapter into every worker, and return its generation.
-
-        Raises: UnavailableError, AdapterSlotsError, AdapterLoadError, DeadlineError.
-        """
-
-    async def unload(self, name: str) -> None:
-        """Refuse an adapter to new requests; return when the last that uses it has ended.
-
-        Waits as long as the caller does.
-
-        Raises: UnknownAdapterError.
-        """
-
-    def loaded(self) -> Sequence[AdapterState]:
-        """Return what requests can name, in order of name."""
 
 
 class EngineDoor(Protocol):

@@ -176,8 +176,7 @@ def _build(
 
     Raises: ConfigError.
     """
-    path = Path(settings.model_path)
-    facts = ModelFacts.from_path(path)
+    facts = ModelFacts.from_path(Path(settings.model_path))
     limits = _limits(settings, facts)
     incarnation = secrets.randbits(64)
     mailbox = Mailbox()
@@ -212,7 +211,20 @@ def _build(
         adapters=adapters,
         max_embedding_bytes=settings.max_embedding_bytes,
     )
-    front = FrontEnd.for_model(
+    front = _front_end(settings, facts, limits, release, registry, traces)
+    return _Parts(group, engine, front, feed)
+
+
+def _front_end(
+    settings: SchedulerSettings,
+    facts: ModelFacts,
+    limits: Limits,
+    release: str,
+    registry: CollectorRegistry,
+    traces: Tracing | None,
+) -> FrontEnd:
+    path = Path(settings.model_path)
+    return FrontEnd.for_model(
         facts,
         Tokenizer.from_path(path),
         served_names=tuple(settings.served_model_name) or (path.stem,),
@@ -223,7 +235,6 @@ def _build(
         metrics=RequestMetrics(registry),
         tracer=traces.requests if traces else None,
     )
-    return _Parts(group, engine, front, feed)
 
 
 def _feed(settings: SchedulerSettings, memory: KvMemory) -> KvEventFeed | None:

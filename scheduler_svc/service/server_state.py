@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from scheduler_svc.core.request import MissReason
+from scheduler_svc.core.miss_reason import MissReason
 from scheduler_svc.service.step_record import StepTimes
 
 
@@ -109,13 +109,3 @@ class ServerState:
     """True: new requests are refused."""
 
     groups: tuple[GroupState, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class AdapterState:
-    """An adapter that requests can name."""
-
-    name: str
-
-    generation: int
-    """Of the content under the name."""

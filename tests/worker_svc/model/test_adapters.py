@@ -1,26 +1,31 @@
 """Tokens have their own row's adapter: as if its weights were merged, and no other's."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import transformers_oracle as oracle
-from plan_driver import PlanDriver, Sequence
+from paged_logits import all_logits
+from plan_driver import PlanDriver, Sequence, int32, make_plan
 from tiny_adapter import write_adapter, write_merged
-from tiny_llama import write_tiny_llama
+from tiny_llama import VOCAB, write_tiny_llama
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.llama import Llama
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Operations
 from worker_svc.model.peft_checkpoint import read_checkpoint
+from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import load_model
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
+from worker_svc.runtime.step_plan import AdmittedRow, Draft, SamplingParams
 
 CPU = torch.device("cpu")
 PROMPT = [104, 101, 108, 108, 111, 32]
@@ -145,3 +150,40 @@ def test_many_tokens_at_once_are_as_many_few(
             driver.step({s: s.num_tokens - s.num_computed_tokens for s in left})
         outputs.append([each.output for each in sequences])
     assert outputs[0] == outputs[1]
+
+
+def test_an_adapter_is_added_to_quantised_layers(places: Path) -> None:
+    found = {}
+    for slot in (0, 1):
+        bank = AdapterBank(torch.float32, CPU)
+        operations = QuantisedOperations(8, torch.float32)
+        model = load_model(places / "0", torch.float32, CPU, operations, adapters=bank).model
+        bank.publish(1, bank.prepare(*read_checkpoint(places / "a1", bank.targets, 64)))
+        bank.begin(np.array([slot], np.int32), np.array([len(PROMPT)], np.int32))
+        found[slot] = all_logits(model, PROMPT)
+    merged = oracle.logits(oracle.load_directory(places / "1"), PROMPT)
+    away = {slot: float((each - merged).norm() / merged.norm()) for slot, each in found.items()}
+    assert away[1] < 0.1 < away[0]
+
+
+@pytest.mark.parametrize("num_right", [0, 2])
+def test_a_row_with_an_adapter_may_draft(
+    new_runner: Callable[[], ModelRunner], alone: dict[int, list[int]], num_right: int
+) -> None:
+    runner, expected = new_runner(), alone[1]
+    row = AdmittedRow(
+        row=0,
+        request_id="r",
+        tokens=int32(*PROMPT),
+        num_prompt_tokens=len(PROMPT),
+        num_computed_tokens=0,
+        num_new_tokens=len(PROMPT),
+        block_tables=(int32(1, 2, 3, 4),),
+        sampling=SamplingParams(),
+        adapter=1,
+    )
+    assert runner.run(make_plan(0, reset=True, admitted=[row])).tokens.tolist() == expected[:1]
+    drafted = [*expected[1 : 1 + num_right], (expected[1 + num_right] + 1) % VOCAB]
+    plan = make_plan(1, exceptions=[(0, len(PROMPT), 1 + len(drafted))])
+    result = runner.run(replace(plan, drafts=(Draft(0, int32(*drafted)),)))
+    assert result.tokens.tolist() == expected[1 : 2 + num_right]

@@ -15,13 +15,13 @@ import torch
 from launching import launching, reference_sampler
 from plan_driver import PlanDriver, Sequence, int32, make_plan
 from tiny_families import write_family
-from tiny_llama import VOCAB, write_tiny_llama
+from tiny_llama import HIDDEN, VOCAB, write_tiny_llama
 from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.decode_batches import batch_sizes
 from worker_svc.runtime.device_runner import DeviceRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
-from worker_svc.runtime.step_plan import AdmittedRow, ForkedRow, SamplingParams
+from worker_svc.runtime.step_plan import AdmittedRow, EmbeddedSpan, ForkedRow, SamplingParams
 
 BLOCK_SIZE = 4
 LIMITS = RunnerLimits(
@@ -211,3 +211,18 @@ def test_batches_of_any_size_are_at_most_a_fifth_padding(most: int) -> None:
     for rows in range(9, most + 1):
         size = next(size for size in sizes if size >= rows)
         assert size - rows <= 0.2 * size
+
+
+@pytest.mark.parametrize("wants", ["adapter", "embeddings"])
+def test_a_row_with_an_adapter_or_embeddings_fails_alone(runner: DeviceRunner, wants: str) -> None:
+    span = EmbeddedSpan(0, np.zeros(HIDDEN, dtype=np.float32).tobytes(), "float32")
+    plain = admission(0, [5, 6], SamplingParams())
+    wanting = (
+        replace(plain, adapter=1) if wants == "adapter" else replace(plain, embeddings=(span,))
+    )
+    well = admission(1, [5, 6], SamplingParams())
+    result = runner.run(make_plan(0, admitted=[wanting, well]))
+    ((row, reason),) = result.row_errors
+    assert row == 0
+    assert reason.startswith("adapters and embeddings are not served")
+    assert result.rows.tolist() == [1]

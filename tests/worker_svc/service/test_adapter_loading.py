@@ -1,8 +1,20 @@
 """Adapters come and go beside the steps, each load answered once, whatever overtakes it."""
 
+import sys
+from pathlib import Path
+
+import pytest
+
 from fake_model_host import FakeHost, running_worker
 from pagemill.v1 import worker_pb2
 from scripted_scheduler import Connection, ScriptedScheduler
+from tiny_llama import write_tiny_llama
+from worker_svc.errors import ConfigError
+from worker_svc.model.other_ranks import NoOtherRanks
+from worker_svc.model.shard import Shard
+from worker_svc.service.local_adapters import AdapterSettings
+from worker_svc.service.local_model import LocalModel, LocalSettings
+from worker_svc.service.logs import make_logger
 
 ONE = (1).to_bytes(4, "little")
 ROW = worker_pb2.AdmittedRow(
@@ -100,3 +112,26 @@ def test_a_bug_of_ours_is_answered_as_well() -> None:
         number, generation, error = answer_of(connection)
         assert (number, generation) == (1, 0)
         assert error == "ZeroDivisionError: division by zero"
+
+
+class SecondOfTwo(NoOtherRanks):
+    """A rank that is never loaded."""
+
+    shard = Shard(1, 2)
+
+
+def test_adapters_and_tensor_parallelism_are_refused_together(tmp_path: Path) -> None:
+    settings = LocalSettings(
+        model_path=str(write_tiny_llama(tmp_path)),
+        device="cpu",
+        dtype="float32",
+        kv_cache_dtype="auto",
+        attention_backend="auto",
+        kv_cache_memory_bytes=None,
+        gpu_memory_utilization=0.92,
+        num_gpu_blocks_override=None,
+        adapters=AdapterSettings("somewhere"),
+    )
+    model = LocalModel(settings, make_logger(sys.stderr, "text", "info"))
+    with pytest.raises(ConfigError, match=r"adapter_dir is 'somewhere'.*tensor_parallel_size.* 2$"):
+        model.load(SecondOfTwo())
