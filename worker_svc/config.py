@@ -115,6 +115,13 @@ class WorkerSettings(BaseSettings):
     num_gpu_blocks_override: int | None = Field(default=None, gt=0)
     """Usable blocks of the KV cache, whatever memory says. The scheduler's wish goes first."""
 
+    adapter_dir: str = ""
+    """Directory below which adapters lie; nothing outside it is read. Unset: no adapters are
+    loaded."""
+
+    max_lora_rank: int = Field(default=64, ge=1, le=512)
+    """Largest rank of an adapter that is loaded."""
+
     threads: int | None = Field(default=None, ge=1, le=4096)
     """Threads of one CPU operation. Unset: all cores; with attention_backend torch all but one."""
 

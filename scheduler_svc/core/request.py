@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from scheduler_svc.core.block_hash import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from scheduler_svc.core.draft_record import DraftRecord
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.free_block_queue import BlockId
 from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.told import PromptTable, Vector
@@ -176,6 +177,7 @@ class Request:
         "_children",
         "_root",
         "account",
+        "adapter_slot",
         "admitted_tokens",
         "arrival_ns",
         "awaits_fork",
@@ -184,6 +186,7 @@ class Request:
         "computed_before_preemption",
         "deadline_ns",
         "drafts",
+        "embeddings",
         "error",
         "extra",
         "finish_reason",
@@ -243,6 +246,8 @@ class Request:
         deadline_ns: int | None = None,
         num_sequences: int = 1,
         beam: BeamOptions | None = None,
+        adapter_slot: int = 0,
+        embeddings: tuple[EmbeddedSpan, ...] = (),
         reports: Reports | None = None,
     ) -> None:
         self.request_id = request_id
@@ -261,6 +266,10 @@ class Request:
         self.deadline_ns = deadline_ns
         self.num_sequences = num_sequences
         self.beam = beam
+        self.adapter_slot = adapter_slot
+        """Where workers have the adapter of `extra`. 0: none."""
+        self.embeddings = embeddings
+        """What fills the spans of `extra`; kept to its end, for it may lose its blocks."""
         self.reports = reports or Reports()
 
         # The family.
@@ -390,6 +399,8 @@ class Request:
             weight=self.weight,
             arrival_ns=self.arrival_ns,
             deadline_ns=self.deadline_ns,
+            adapter_slot=self.adapter_slot,
+            embeddings=self.embeddings,
             reports=replace(self.reports, prompt_logprobs=None),
         )
         child.tokens, child.num_prompt_tokens = self.tokens, self.num_prompt_tokens

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from scheduler_svc.core.block_hash import ExtraKeys
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.request import BeamOptions, FinishReason, MissReason, Sampling
 from scheduler_svc.core.told import PromptTable, TokenTold, Vector
@@ -64,6 +65,12 @@ class Submission:
 
     beam: BeamOptions | None = None
     """Beam search in place of sampling."""
+
+    adapter: str = ""
+    """Name of a loaded adapter. Empty: none."""
+
+    embeddings: tuple[EmbeddedSpan, ...] = ()
+    """In place of tokens, in order of position, within the prompt."""
 
     reports: Reports = field(default_factory=Reports)
     """What is wanted beside tokens, or in place of them."""
@@ -264,6 +271,9 @@ class Load:
 
     cache: CacheState = CacheState(0.0, {}, 0, 0)
 
+    adapters: int = 0
+    """Adapters that requests can name."""
+
 
 @dataclass(frozen=True, slots=True)
 class WorkerState:
@@ -312,8 +322,43 @@ class ServerState:
     groups: tuple[GroupState, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class AdapterState:
+    """An adapter that requests can name."""
+
+    name: str
+
+    generation: int
+    """Of the content under the name."""
+
+
+class AdapterDoor(Protocol):
+    """Loading and unloading adapters."""
+
+    async def load(self, name: str, path: str) -> int:
+        """Load an adapter into every worker, and return its generation.
+
+        Raises: UnavailableError, AdapterSlotsError, AdapterLoadError, DeadlineError.
+        """
+
+    async def unload(self, name: str) -> None:
+        """Refuse an adapter to new requests; return when the last that uses it has ended.
+
+        Waits as long as the caller does.
+
+        Raises: UnknownAdapterError.
+        """
+
+    def loaded(self) -> Sequence[AdapterState]:
+        """Return what requests can name, in order of name."""
+
+
 class EngineDoor(Protocol):
     """All that a front end can ask of the engine."""
+
+    @property
+    def adapters(self) -> AdapterDoor:
+        """What requests can name as their adapter."""
 
     def open(self, submission: Submission) -> AbstractAsyncContextManager[TokenStream]:
         """Submit a request. Leaving the block ends it and frees all it holds, whatever the cause.

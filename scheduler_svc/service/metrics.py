@@ -233,6 +233,9 @@ class LoadCollector(Collector):
             "Blocks that a pin keeps, used or idle.",
             load.cache.pinned_blocks,
         )
+        yield GaugeMetricFamily(
+            "pagemill_adapters", "Adapters that requests can name.", load.adapters
+        )
         yield CounterMetricFamily(
             "pagemill_pins_broken", "Pins broken to go on at all.", load.cache.broken_pins
         )

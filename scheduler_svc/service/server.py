@@ -27,6 +27,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.victims import VICTIM_POLICIES
 from scheduler_svc.core.waiting_queue import waiting_queue
 from scheduler_svc.errors import ConfigError
+from scheduler_svc.service.adapter_desk import AdapterDesk
 from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.front_end import FrontEnd
 from scheduler_svc.service.group_events import Mailbox
@@ -186,12 +187,14 @@ def _build(
     if memory.events is not None:
         # Microseconds: no server makes so many events that the next one's numbers are lower.
         feed = KvEventFeed(settings.kv_events_buffer, first_number=time.time_ns() // 1000)
+    adapters = AdapterDesk(settings.max_loras)
     group = WorkerGroup(
         _terms(settings, facts, limits),
         mailbox,
         incarnation=incarnation,
         hash_algorithm=algorithm,
         hash_seed=settings.hash_seed,
+        adapters=adapters,
     )
     engine = Engine(
         _scheduler(settings, limits, algorithm, memory),
@@ -209,6 +212,8 @@ def _build(
             feed=feed,
         ).turn,
         tracer=traces.steps if traces else None,
+        adapters=adapters,
+        max_embedding_bytes=settings.max_embedding_bytes,
     )
     front = FrontEnd.for_model(
         facts,

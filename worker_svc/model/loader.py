@@ -1,6 +1,8 @@
 """Tensors to parameters: reads each once, checks it, fuses what belongs together, places it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
@@ -9,6 +11,7 @@ from torch.nn import functional
 from kernels.checks import Scales
 from kernels.quantised_linear import QuantisedLinear, QuantisedWeight
 from worker_svc.errors import InvariantError, ModelError
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.experts import Expert, Experts
 from worker_svc.model.gguf_names import ROPE_DIVISORS
 from worker_svc.model.kept_values import KeepsValues, KeptValues, stacked
@@ -47,6 +50,18 @@ class TensorSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gated:
+    """silu(gate) * up of a linear layer that gives [gate, up]."""
+
+    linear: Linear
+    operations: Operations
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product. Shapes: x [T, in], returns [T, I]."""
+        return self.operations.silu_and_mul(self.linear(x))
+
+
 class Loader:
     """Takes tensors from a source, each once, and checks their shapes.
 
@@ -67,8 +82,9 @@ class Loader:
         operations: Operations,
         ranks: OtherRanks | None = None,
         progress: Progress | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
-        """Take the part of one of several ranks, if there are others.
+        """Take the part of one of several ranks, if there are others. Adapters need the whole.
 
         Raises: ConfigError if there are more than can have a part.
         """
@@ -86,6 +102,7 @@ class Loader:
         self._dtype = dtype
         self._device = device
         self.operations = operations
+        self._adapters = adapters
         self._weight_dtype = operations.weight_dtype or dtype
         self.weight_bytes = 0
 
@@ -194,6 +211,9 @@ class Loader:
         """Return silu(gate) * up of an MLP as one layer, [E] to [intermediate]."""
         config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
+        if self._adapters is not None:
+            # They change gate and up before these are multiplied.
+            return _Gated(self.gate_up(name), self.operations)
         if (kept := self._kept(parts, config.hidden_size)) is not None:
             return self._keep(kept, parts, has_bias=config.mlp_bias, is_gated=True)
         weight, bias = self._parameters(parts, config.hidden_size, has_bias=config.mlp_bias)
@@ -214,18 +234,32 @@ class Loader:
         if config.experts is None:
             raise InvariantError(f"{config.architecture} has no experts")
         hidden, inner = config.hidden_size, self._shard.columns(config.experts.intermediate_size)
-        router = self.linear([(f"{name}.gate", config.experts.num_experts)], hidden, has_bias=False)
+        # An expert sees some tokens only, so adapters change none of this.
+        linear = partial(self._plain_linear, has_bias=False)
+        router = linear([(f"{name}.gate", config.experts.num_experts)], hidden)
         mlps = []
         for number in range(config.experts.num_experts):
             expert = f"{name}.experts.{number}"
             parts = [(f"{expert}.{gate}", inner), (f"{expert}.{up}", inner)]
-            gate_up = self.linear(parts, hidden, has_bias=False)
-            back = self.linear([(f"{expert}.{down}", hidden)], inner, has_bias=False)
+            gate_up = linear(parts, hidden)
+            back = linear([(f"{expert}.{down}", hidden)], inner)
             mlps.append(Expert(gate_up, back))
         return Experts(router, mlps, config.experts, self.operations, self._ranks)
 
     def linear(self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool) -> Linear:
-        """Make one linear layer of matrices [rows, columns] above one another."""
+        """Make one linear layer of matrices [rows, columns] above one another.
+
+        Adapters may change it: each call must see all tokens of a step, in order.
+        """
+        linear = self._plain_linear(parts, columns, has_bias=has_bias)
+        if self._adapters is None:
+            return linear
+        sizes = [(name, _whole(rows)) for name, rows in parts]
+        return self._adapters.wrap(linear, sizes, _whole(columns))
+
+    def _plain_linear(
+        self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
+    ) -> Linear:
         if (kept := self._kept(parts, columns)) is not None:
             return self._keep(kept, parts, has_bias=has_bias)
         weight, bias = self._parameters(parts, columns, has_bias=has_bias)
@@ -339,3 +373,7 @@ class Loader:
             start += len(tensor)
         self.weight_bytes += target.numel() * target.element_size()
         return target
+
+
+def _whole(size: Size) -> int:
+    return size if isinstance(size, int) else size.whole

@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from kernels.checks import Scales
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.checkpoint import open_checkpoint
 from worker_svc.model.families import FAMILIES
@@ -41,10 +42,12 @@ def load_model(
     operations: Operations | None = None,
     ranks: OtherRanks | None = None,
     progress: Progress | None = None,
+    adapters: AdapterBank | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
 
-    With other ranks, load this rank's part; running it exchanges with them.
+    With other ranks, load this rank's part; running it exchanges with them. With `adapters`, its
+    layers take adapters of that bank; that needs the whole model.
 
     Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor;
         ConfigError if there are more ranks than can have a part.
@@ -53,7 +56,7 @@ def load_model(
     operations = operations or TorchOperations()
     config, source = open_checkpoint(path)
     with source as tensors:
-        loader = Loader(tensors, config, dtype, device, operations, ranks, progress)
+        loader = Loader(tensors, config, dtype, device, operations, ranks, progress, adapters)
         model = FAMILIES[config.family](loader)
         kv_scales = loader.kv_scales()
         loader.finish()

@@ -11,7 +11,6 @@ from front_end_loopback import EOS, MAX_MODEL_LEN, VOCAB_SIZE, facts, front_end
 from pagemill.v1.generation_pb2 import (
     EARLY_STOPPING_NEVER,
     BeamSearch,
-    EmbeddingSpan,
     Guide,
     Sampling,
     Stopping,
@@ -216,9 +215,7 @@ def beams_and(**fields: object) -> GenerateRequest:
 
 
 NOT_SERVED = [
-    (asking(adapter="lora"), "adapter"),
     (asking(guide=Guide(regex="a+")), "guide"),
-    (GenerateRequest(token_ids=PROMPT, embeddings=[EmbeddingSpan(content_id="x")]), "embeddings"),
     (beams_and(sampling=Sampling(presence_penalty=1)), "sampling.presence_penalty"),
     (beams_and(sampling=Sampling(frequency_penalty=-1)), "sampling.frequency_penalty"),
     (beams_and(sampling=Sampling(repetition_penalty=1.1)), "sampling.repetition_penalty"),

@@ -139,6 +139,28 @@ def test_a_row_that_fails_is_told_of_in_every_step_under_way_and_harms_none_afte
     assert runner.run(make_plan(3)).rows.tolist() == [0, 1]
 
 
+def test_who_shares_a_step_with_a_row_that_makes_it_wait_samples_the_same(
+    loaded: LoadedModel, runner: DeviceRunner
+) -> None:
+    seeded = admission(0, [5, 6, 7], SamplingParams(temperature=1.2, seed=3))
+    telling = replace(admission(1, [8, 9], SamplingParams()), logprobs=True)
+    plans = [
+        make_plan(0, admitted=[seeded]),
+        make_plan(1, admitted=[telling]),
+        make_plan(2),
+        make_plan(3, released=[1]),
+        make_plan(4),
+    ]
+    launched = [runner.launch(plan) for plan in plans]
+    results = [runner.collect(step) for step in launched]
+    assert [result.token_logprobs is not None for result in results] == [False, True, True] + [
+        False
+    ] * 2
+    alone = PlanDriver(launching(loaded, make_runner(loaded, LIMITS)[0]))
+    expected = alone.generate(Sequence([5, 6, 7], seeded.sampling), len(plans))
+    assert [int(result.tokens[0]) for result in results] == expected
+
+
 def test_a_row_that_failed_is_not_run_again(runner: DeviceRunner) -> None:
     runner.run(make_plan(0, admitted=[admission(0, [5, VOCAB], SamplingParams())]))
     result = runner.run(make_plan(1))
