@@ -21,14 +21,16 @@ from scheduler_svc.core.request import FinishReason, MissReason
 from scheduler_svc.service.engine_door import (
     Accepted,
     Account,
-    AdapterState,
     Finish,
     Gain,
+    Submission,
+    TokenBatch,
+)
+from scheduler_svc.service.server_state import (
+    AdapterState,
     GroupState,
     Load,
     ServerState,
-    Submission,
-    TokenBatch,
     Totals,
     WorkerState,
 )

@@ -17,9 +17,9 @@ from scheduler_svc.core.errors import (
     UnavailableError,
     UnknownAdapterError,
 )
-from scheduler_svc.service.engine_door import AdapterState
 from scheduler_svc.service.field_bounds import quoted
 from scheduler_svc.service.group_events import AdapterLost
+from scheduler_svc.service.server_state import AdapterState
 
 LOAD_LIMIT_S = 300.0
 """Seconds that workers have to load adapters."""

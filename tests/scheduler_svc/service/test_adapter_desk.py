@@ -14,8 +14,8 @@ from scheduler_svc.core.errors import (
     UnknownAdapterError,
 )
 from scheduler_svc.service.adapter_desk import AdapterDesk
-from scheduler_svc.service.engine_door import AdapterState
 from scheduler_svc.service.group_events import AdapterLost
+from scheduler_svc.service.server_state import AdapterState
 
 
 class Link:

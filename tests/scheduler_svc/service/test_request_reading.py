@@ -23,9 +23,9 @@ from pagemill.v1.inference_pb2 import (
     GenerateRequest,
     OutputOptions,
 )
+from scheduler_svc.core.beam_options import BeamOptions, EarlyStopping
 from scheduler_svc.core.errors import InvalidRequestError, NotServedError, UnknownModelError
 from scheduler_svc.core.reports import Reports
-from scheduler_svc.core.request import BeamOptions, EarlyStopping
 from scheduler_svc.core.request import Sampling as CoreSampling
 from scheduler_svc.errors import ConfigError
 from scheduler_svc.service.engine_door import Submission
