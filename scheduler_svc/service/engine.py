@@ -248,7 +248,7 @@ class Engine:
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
             pile = piles.get(request)
             if pile is not None and not pile.push(token, step_id):
-                self._fail(pile.stream, too_slow())
+                self._fail(pile.stream, too_slow(pile.stream))
         pile_told(piles, outcome)
         ended = (piles[request].stream for request in outcome.finished if request in piles)
         for stream in dict.fromkeys(ended):
