@@ -12,6 +12,7 @@ import numpy as np
 from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
+    QueueFullError,
     RequestError,
     UnavailableError,
     UnknownAdapterError,
@@ -25,11 +26,13 @@ from scheduler_svc.service.engine_door import (
     Account,
     Finish,
     Gain,
+    Submission,
+    TokenBatch,
+)
+from scheduler_svc.service.server_state import (
     GroupState,
     Load,
     ServerState,
-    Submission,
-    TokenBatch,
     Totals,
     WorkerState,
 )
@@ -213,6 +216,8 @@ class FakeDoor:
         self.step_s = 0.0
         self.error: RequestError | None = None
         self.refuse: RequestError | None = None
+        self.most_waiting: int | None = None
+        """Requests beyond which the queue is full. None: it never is."""
         self.num_cached_tokens = 0
         self.preemption_times_ns: list[int] = []
         self.submissions: list[Submission] = []
@@ -247,6 +252,8 @@ class FakeDoor:
             raise UnavailableError("the server drains")
         if self.refuse is not None:
             raise self.refuse
+        if self.most_waiting is not None and len(self.live) >= self.most_waiting:
+            raise QueueFullError(f"{len(self.live)} requests wait, at most {self.most_waiting} may")
         key = submission.tenant, submission.request_id
         if key in self.live:
             raise DuplicateRequestError(f"{submission.request_id!r} is live")

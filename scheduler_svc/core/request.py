@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.block_hash import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from scheduler_svc.core.draft_record import DraftRecord
 from scheduler_svc.core.embedded_span import EmbeddedSpan
@@ -90,35 +91,6 @@ class Stopping:
 
     min_output_tokens: int = 0
     """Tokens before any stop id counts."""
-
-
-class EarlyStopping(Enum):
-    """When a beam search with as many finished hypotheses as beams ends, as in `transformers`."""
-
-    NO = "false"
-    """When the best running hypothesis, at its present length, is worse than the worst finished."""
-
-    YES = "true"
-    """At once."""
-
-    NEVER = "never"
-    """When no running hypothesis can become better, whatever its length."""
-
-
-@dataclass(frozen=True, slots=True)
-class BeamOptions:
-    """A beam search: the likeliest outputs are looked for, instead of drawn."""
-
-    width: int
-    """Hypotheses that run at once. At least 1."""
-
-    length_penalty: float = 1.0
-    """The score is the log-probability over the generated length to this power."""
-
-    early_stopping: EarlyStopping = EarlyStopping.NO
-
-    num_returned: int = 1
-    """Best hypotheses to return, 1 to `width`."""
 
 
 @dataclass(frozen=True, slots=True)

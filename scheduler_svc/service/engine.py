@@ -27,7 +27,7 @@ from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.adapter_desk import AdapterDesk
 from scheduler_svc.service.deadline_timer import at_deadline
 from scheduler_svc.service.embedding_reading import EmbeddingRoom
-from scheduler_svc.service.engine_door import GroupState, Load, ServerState, Submission
+from scheduler_svc.service.engine_door import Submission
 from scheduler_svc.service.engine_load import load_of
 from scheduler_svc.service.group_events import (
     AdapterLost,
@@ -41,6 +41,7 @@ from scheduler_svc.service.outside_changes import OutsideChanges
 from scheduler_svc.service.plan_timer import PlanTimer
 from scheduler_svc.service.request_log import log_end
 from scheduler_svc.service.request_making import make_request
+from scheduler_svc.service.server_state import GroupState, Load, ServerState
 from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
 from scheduler_svc.service.step_observers import StepObservers
@@ -247,7 +248,7 @@ class Engine:
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
             pile = piles.get(request)
             if pile is not None and not pile.push(token, step_id):
-                self._fail(pile.stream, too_slow())
+                self._fail(pile.stream, too_slow(pile.stream))
         pile_told(piles, outcome)
         ended = (piles[request].stream for request in outcome.finished if request in piles)
         for stream in dict.fromkeys(ended):

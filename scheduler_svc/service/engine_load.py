@@ -1,7 +1,7 @@
 """How busy the engine is: the scheduler's numbers as the door tells them."""
 
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service.engine_door import CacheState, Load, Totals
+from scheduler_svc.service.server_state import CacheState, Load, Totals
 from scheduler_svc.service.step_record import StepTimes
 
 

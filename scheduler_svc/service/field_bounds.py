@@ -59,7 +59,8 @@ _SAMPLING = {
     "min_p": Interval(0, 1),
     "presence_penalty": Interval(-2, 2),
     "frequency_penalty": Interval(-2, 2),
-    "repetition_penalty": Interval(0, above_low=True),
+    # A logit times or by more than this is no float32 any more, and by 1e-46 it is a zero.
+    "repetition_penalty": Interval(1e-30, 1e30),
 }
 _STOPPING = {"max_tokens": Interval(1)}
 _OUTPUT = {"min_interval_s": Interval(0, MAX_INTERVAL_S)}

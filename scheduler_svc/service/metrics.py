@@ -20,7 +20,8 @@ from prometheus_client.registry import Collector
 
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.core.residency import Residency
-from scheduler_svc.service.engine_door import Account, Load
+from scheduler_svc.service.engine_door import Account
+from scheduler_svc.service.server_state import Load
 from scheduler_svc.service.step_record import StepRecord
 
 _STEP_BUCKETS = (

@@ -182,10 +182,7 @@ def _build(
     mailbox = Mailbox()
     algorithm = HASH_ALGORITHMS[settings.prefix_caching_hash_algo]
     memory = _memory(settings)
-    residency, feed = memory.residency, None
-    if memory.events is not None:
-        # Microseconds: no server makes so many events that the next one's numbers are lower.
-        feed = KvEventFeed(settings.kv_events_buffer, first_number=time.time_ns() // 1000)
+    residency, feed = memory.residency, _feed(settings, memory)
     adapters = AdapterDesk(settings.max_loras)
     group = WorkerGroup(
         _terms(settings, facts, limits),
@@ -238,6 +235,14 @@ def _front_end(
         metrics=RequestMetrics(registry),
         tracer=traces.requests if traces else None,
     )
+
+
+def _feed(settings: SchedulerSettings, memory: KvMemory) -> KvEventFeed | None:
+    """Return who tells the events of the cache. None: nobody is to hear of them."""
+    if memory.events is None:
+        return None
+    # Microseconds: no server makes so many events that the next one's numbers are lower.
+    return KvEventFeed(settings.kv_events_buffer, first_number=time.time_ns() // 1000)
 
 
 def _log_start(settings: SchedulerSettings, front: FrontEnd, metrics_page: str | None) -> None:

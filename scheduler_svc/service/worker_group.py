@@ -14,7 +14,6 @@ from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.kv_groups import KvGroup
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.adapter_desk import AdapterDesk
-from scheduler_svc.service.engine_door import GroupState
 from scheduler_svc.service.group_events import (
     AdapterLost,
     GroupLost,
@@ -23,6 +22,7 @@ from scheduler_svc.service.group_events import (
     StepArrived,
 )
 from scheduler_svc.service.places import Places
+from scheduler_svc.service.server_state import GroupState
 from scheduler_svc.service.worker_link import SentPlan, WorkerLink
 from scheduler_svc.service.worker_wire import Epoch
 

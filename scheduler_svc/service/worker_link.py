@@ -10,8 +10,8 @@ import grpc
 
 from pagemill.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepPlan
-from scheduler_svc.service.engine_door import WorkerState
 from scheduler_svc.service.group_events import StepArrived
+from scheduler_svc.service.server_state import WorkerState
 from scheduler_svc.service.worker_wire import (
     MAX_REASON_CHARACTERS,
     Epoch,

@@ -46,16 +46,20 @@ SUFFIXES: Final[Mapping[Layout, Suffixes]] = {
 class Stored:
     """The tensors of one matrix in a source."""
 
-    __slots__ = ("_base", "_source", "quantisation")
+    __slots__ = ("_base", "_names", "_source", "quantisation")
 
-    def __init__(self, source: TensorSource, base: str, quantisation: Quantisation) -> None:
+    def __init__(
+        self, source: TensorSource, names: frozenset[str], base: str, quantisation: Quantisation
+    ) -> None:
+        """Take `source.names`, too: a source makes them anew each time it is asked."""
         self._source = source
+        self._names = names
         self._base = base
         self.quantisation = quantisation
 
     def has(self, suffix: str) -> bool:
         """Return whether there is such a tensor, and something in it."""
-        return self.name(suffix) in self._source.names and 0 not in self.shape(suffix)
+        return self.name(suffix) in self._names and 0 not in self.shape(suffix)
 
     def shape(self, suffix: str) -> list[int]:
         """Return the shape of one tensor."""
@@ -102,7 +106,7 @@ class Stored:
         """Return what one of the tensors is called in full."""
         name = f"{self._base}.{suffix}"
         # DeepSeek's, which multiplies all the same.
-        if suffix == "weight_scale" and name not in self._source.names:
+        if suffix == "weight_scale" and name not in self._names:
             return f"{name}_inv"
         return name
 

@@ -47,19 +47,20 @@ class QuantisedWeights:
         self._source = source
         self._quantisation = quantisation
         self._num_matrices = self._num_weights = 0
-        self._plain = set(source.names)
+        names = source.names
+        self._plain = set(names)
         self._matrices: dict[str, Stored] = {}
         required, optional = SUFFIXES[quantisation.layout]
         marks = [suffix for suffix in required if suffix != "weight"]
         bases = {
             base
-            for base, _, suffix in (name.rpartition(".") for name in source.names)
+            for base, _, suffix in (name.rpartition(".") for name in names)
             if suffix.removesuffix("_inv") in marks
         }
         for base in sorted(bases):
-            stored = Stored(source, base, quantisation)
+            stored = Stored(source, names, base, quantisation)
             for suffix in required:
-                if stored.name(suffix) not in source.names:
+                if stored.name(suffix) not in names:
                     raise ModelError(f"tensor {base}.{suffix} is missing")
             self._plain -= {stored.name(suffix) for suffix in (*required, *optional)}
             self._matrices[f"{base}.weight"] = stored

@@ -4,6 +4,7 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from pagemill.client.arguments import ChatArguments, EmbeddingSpan, GenerateArguments
@@ -86,6 +87,14 @@ _OUTPUT = (
 _CACHE = ("salt", "read_cache")
 _CHAT = ("tools", "template_arguments", "continue_last_message")
 _KNOWN = frozenset((*_PROMPT, *_PLAIN, *_SAMPLING, *_BEAM, *_STOPPING, *_OUTPUT, *_CACHE, *_CHAT))
+
+# What a field of this type can hold at all. The server's own bounds lie within.
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
 
 _REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -248,6 +257,12 @@ def _one_field(kind: type[MessageT], field: str, value: object, name: str) -> Me
     try:
         return kind(**{field: value})
     except (TypeError, ValueError) as error:
+        bounds = _INTEGERS.get(kind.DESCRIPTOR.fields_by_name[field].cpp_type)
+        if bounds is not None and isinstance(value, int):
+            low, high = bounds
+            raise InvalidArgumentError(
+                f"{name} is {value}, must be in [{low}, {high}]", field=name
+            ) from error
         # Text and lists can be long or secret; a number is what its caller needs to see.
         shown = f"{name} is {value!r}, which" if isinstance(value, int | float) else name
         raise InvalidArgumentError(f"{shown} cannot be sent: {error}", field=name) from error

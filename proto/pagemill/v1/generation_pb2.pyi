@@ -176,8 +176,8 @@ class Sampling(_message.Message):
     Default 0.
     """
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens in prompt or output. Above 0.
-    Default 1: off.
+    """Divides positive and multiplies negative logits of tokens in prompt or output. Bounds
+    [1e-30, 1e30]. Default 1: off.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:

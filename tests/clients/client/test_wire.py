@@ -161,6 +161,24 @@ def test_what_cannot_be_sent_is_named(arguments: dict[str, Any], field: str) -> 
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "bounds"),
+    [
+        ("max_tokens", -1, "[0, 4294967295]"),
+        ("logprobs", -1, "[0, 4294967295]"),
+        ("seed", 2**64, "[0, 18446744073709551615]"),
+        ("top_k", 2**31, "[-2147483648, 2147483647]"),
+        ("priority", 10**30, "[-2147483648, 2147483647]"),
+    ],
+)
+def test_a_number_that_no_field_holds_is_refused_with_the_bounds(
+    name: str, value: int, bounds: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        request(**{"prompt": "a", name: value})
+    assert str(caught.value) == f"{name} is {value}, must be in {bounds}"
+
+
 def test_a_prompt_is_not_repeated_in_an_error() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         request(prompt="secret \ud800")
