@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import Message
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from pagemill.client import errors, wire
+from pagemill.client import errors, server_wire, wire
 from pagemill.client.arguments import ChatArguments, GenerateArguments
 from pagemill.client.channel import Keepalive, open_channel
 from pagemill.client.embedding import Embeddings, Pooling, embed_request, embeddings
@@ -161,17 +161,21 @@ class AsyncClient:
     async def server_info(self, *, timeout: float | None = None) -> ServerInfo:
         """Return how the server is set."""
         request = control_pb2.GetServerInfoRequest()
-        return wire.server_info(await self._unary(self._control.GetServerInfo, request, timeout))
+        return server_wire.server_info(
+            await self._unary(self._control.GetServerInfo, request, timeout)
+        )
 
     async def model_info(self, model: str = "", *, timeout: float | None = None) -> ModelInfo:
         """Return what a served model is; the default one for an empty name."""
         request = control_pb2.GetModelInfoRequest(model=model)
-        return wire.model_info(await self._unary(self._control.GetModelInfo, request, timeout))
+        return server_wire.model_info(
+            await self._unary(self._control.GetModelInfo, request, timeout)
+        )
 
     async def load(self, *, timeout: float | None = None) -> Load:
         """Return how busy the server is, and where its recent steps spent their time."""
         request = control_pb2.GetLoadRequest()
-        return wire.load(await self._unary(self._control.GetLoad, request, timeout))
+        return server_wire.load(await self._unary(self._control.GetLoad, request, timeout))
 
     async def abort(
         self, request_ids: Sequence[str], *, tenant: str = "", timeout: float | None = None
@@ -181,7 +185,7 @@ class AsyncClient:
         Raises: NotFoundError if none of the ids is live.
         """
         request = control_pb2.AbortRequest(request_ids=request_ids, tenant=tenant)
-        return wire.abort_result(await self._unary(self._control.Abort, request, timeout))
+        return server_wire.abort_result(await self._unary(self._control.Abort, request, timeout))
 
     async def abort_all(
         self, *, tenant: str | None = "", timeout: float | None = None
@@ -190,7 +194,7 @@ class AsyncClient:
         request = control_pb2.AbortRequest(
             all=True, tenant=tenant or "", all_tenants=tenant is None
         )
-        return wire.abort_result(await self._unary(self._control.Abort, request, timeout))
+        return server_wire.abort_result(await self._unary(self._control.Abort, request, timeout))
 
     async def pin(
         self,
