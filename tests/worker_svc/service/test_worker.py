@@ -312,8 +312,8 @@ def test_an_impossible_model_is_told_and_ends_the_worker_with_status_2() -> None
             "step 1 is for epoch 2 of 0x7 after epoch 1 of 0x7, without a reset",
         ),
         (
-            [{"step_id": 0, "drafts": [worker_pb2.Draft(row=1)]}],
-            "plan uses drafts, which this worker does not serve",
+            [{"step_id": 0, "transfers": [worker_pb2.BlockTransfer()]}],
+            "plan uses transfers, which this worker does not serve",
         ),
         (
             [{"step_id": 0, "released_rows": b"abc"}],
