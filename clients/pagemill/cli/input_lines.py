@@ -31,7 +31,7 @@ async def _line(descriptor: int) -> bytes:
 
     def read() -> None:
         line = b""
-        with contextlib.suppress(OSError), open(descriptor, "rb", 0, closefd=False) as raw:  # noqa: PTH123
+        with contextlib.suppress(OSError), open(descriptor, "rb", 0, closefd=False) as raw:
             line = raw.readline(MAX_LINE_BYTES)
         # The loop may have ended meanwhile.
         with contextlib.suppress(RuntimeError):

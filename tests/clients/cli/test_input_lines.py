@@ -60,7 +60,8 @@ def test_a_program_ends_while_it_waits_for_a_line() -> None:
         text=True,
         bufsize=1,
     ) as program:
-        assert program.stdin is not None and program.stdout is not None
+        assert program.stdin is not None
+        assert program.stdout is not None
         assert program.stderr is not None
         program.stdin.write("hello\n")
         try:
