@@ -86,6 +86,8 @@ def bench(tiny: Path) -> Iterator[Stdin]:
 @pytest.mark.timeout(LIMIT_S)
 def test_a_bench_that_was_stopped_as_a_group_answers_the_next_cell(bench: Stdin) -> None:
     assert bench.read()["ready"] is True
+    assert bench.ask("garbage").keys() == {"cell", "error"}
+    assert "must have fewer than 2048" in bench.ask("1x3000x1")["error"]
     before = bench.ask("2x8/4")
     os.killpg(bench.process.pid, signal.SIGSTOP)
     time.sleep(STOPPED_S)
@@ -102,6 +104,15 @@ def test_a_bench_that_was_stopped_as_a_group_answers_the_next_cell(bench: Stdin)
     assert bench.process.stdin is not None
     bench.process.stdin.close()
     assert bench.process.wait(LIMIT_S) == 0
+    assert bench.group() == {}
+
+
+@pytest.mark.timeout(LIMIT_S)
+def test_a_bench_that_waits_for_a_cell_ends_when_it_is_interrupted(bench: Stdin) -> None:
+    assert bench.read()["ready"] is True
+    os.killpg(bench.process.pid, signal.SIGINT)
+    # Its standard input stays open.
+    assert bench.process.wait(LIMIT_S / 4) == 130
     assert bench.group() == {}
 
 

@@ -51,6 +51,9 @@ def main() -> None:
     """Run the command line of this process; never returns."""
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", _SPIN_COUNT)
+    # Of torch's warnings in C++, ranks that part with one another give one with a stack each; what
+    # is lost, the worker's own log says.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     try:
         make_app()(prog_name="pagemill")
     except CliError as error:

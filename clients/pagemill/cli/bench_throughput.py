@@ -15,11 +15,12 @@ from rich.table import Table
 from pagemill.cli import options
 from pagemill.cli.bench_cell import Cell
 from pagemill.cli.exit_status import CliError, ExitStatus
+from pagemill.cli.input_lines import input_lines
 from pagemill.cli.local_server import local_server
 from pagemill.cli.model_source import DEMO, Model, resolve
 from pagemill.cli.other_load import OtherLoad
 from pagemill.cli.read_floor import ReadFloor, read_floor
-from pagemill.client import AsyncClient, Completion
+from pagemill.client import AsyncClient, Completion, InvalidArgumentError
 
 BenchModel = Annotated[str, typer.Argument(metavar="MODEL", help="As for serve.")]
 Cells = Annotated[
@@ -118,7 +119,7 @@ def throughput(
     }
     bench = _Bench(resolve(model), flags, seed)
     if stdin:
-        asyncio.run(bench.answer_cells(_stdin_lines()))
+        asyncio.run(bench.answer_cells(input_lines(sys.stdin.fileno())))
         return
     results = asyncio.run(bench.run_cells(cells, repeat))
     if as_json:
@@ -153,6 +154,9 @@ class _Bench:
     async def answer_cells(self, lines: AsyncIterator[str]) -> None:
         """Say that the server is ready, then answer each cell with one line, until the lines end.
 
+        What is no cell, or more than the server takes, is answered with the error, and the server
+        stays up for the next.
+
         The server's programs are in this process's group, so that stopping that stops them all.
         """
         started_s = time.perf_counter()
@@ -163,8 +167,11 @@ class _Bench:
             async for line in lines:
                 if not line.strip():
                     continue
-                cell = Cell.parse(line)
-                run = await self._run(client, cell)
+                try:
+                    run = await self._run(client, Cell.parse(line))
+                except (CliError, InvalidArgumentError) as error:
+                    _emit({"cell": line.strip(), "error": str(error)})
+                    continue
                 # The names that other engines' scripts have for the same.
                 _emit({**_fields(run), "cell": line.strip(), "out_tok_s": run.output_tok_s})
 
@@ -236,12 +243,6 @@ def _decode_step_ms(cell: Cell, done: Sequence[Completion]) -> float | None:
 def _short(cell: Cell) -> Cell:
     """Return a run of the same batch that brings a server to speed."""
     return Cell(cell.num_requests, min(16, cell.input_len), min(4, cell.output_len))
-
-
-async def _stdin_lines() -> AsyncIterator[str]:
-    """Yield lines of standard input until it ends; whoever writes them bounds the wait."""
-    while line := await asyncio.to_thread(sys.stdin.readline):
-        yield line
 
 
 def _write(result: Result) -> None:

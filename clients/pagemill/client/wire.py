@@ -4,7 +4,6 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
 from pagemill.client.arguments import ChatArguments, EmbeddingSpan, GenerateArguments
@@ -21,6 +20,7 @@ from pagemill.client.events import (
     TokenLogprob,
     Usage,
 )
+from pagemill.client.one_field import one_field
 from pagemill.v1 import generation_pb2, inference_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
@@ -78,14 +78,6 @@ _CACHE = ("salt", "read_cache")
 _CHAT = ("tools", "template_arguments", "continue_last_message")
 _KNOWN = frozenset((*_PROMPT, *_PLAIN, *_SAMPLING, *_BEAM, *_STOPPING, *_OUTPUT, *_CACHE, *_CHAT))
 
-# What a field of this type can hold at all. The server's own bounds lie within.
-_INTEGERS = {
-    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
-    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
-    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
-    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
-}
-
 _REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
     generation_pb2.FINISH_REASON_LENGTH: FinishReason.LENGTH,
@@ -116,11 +108,11 @@ def generate_request(arguments: GenerateArguments) -> inference_pb2.GenerateRequ
         request.chat.CopyFrom(_chat(given))
     elif isinstance(given["prompt"], str):
         request.MergeFrom(
-            _one_field(inference_pb2.GenerateRequest, "text", given["prompt"], "prompt")
+            one_field(inference_pb2.GenerateRequest, "text", given["prompt"], "prompt")
         )
     else:
         request.token_ids.CopyFrom(
-            _one_field(generation_pb2.TokenIds, "ids", given["prompt"], "prompt")
+            one_field(generation_pb2.TokenIds, "ids", given["prompt"], "prompt")
         )
     request.embeddings.extend(_embeddings(span) for span in given.get("embeddings", ()))
     _fill(request.sampling, given, _SAMPLING)
@@ -224,7 +216,7 @@ def _fill(message: Message, given: Mapping[str, Any], names: Iterable[str]) -> N
     """Set those of `names` that are given. A part of which none is given stays unset."""
     for name in names:
         if given.get(name) is not None:
-            message.MergeFrom(_one_field(type(message), name, given[name], name))
+            message.MergeFrom(one_field(type(message), name, given[name], name))
 
 
 def _fill_beam(beam: generation_pb2.BeamSearch, given: Mapping[str, Any]) -> None:
@@ -239,23 +231,7 @@ def _fill_beam(beam: generation_pb2.BeamSearch, given: Mapping[str, Any]) -> Non
                     f"{name} is {value!r}, must be True, False or 'never'", field=name
                 )
             value = _EARLY_STOPPING[value]
-        beam.MergeFrom(_one_field(generation_pb2.BeamSearch, field, value, name))
-
-
-def _one_field(kind: type[MessageT], field: str, value: object, name: str) -> MessageT:
-    """Return a message with one field set, or name the argument that cannot be set."""
-    try:
-        return kind(**{field: value})
-    except (TypeError, ValueError) as error:
-        bounds = _INTEGERS.get(kind.DESCRIPTOR.fields_by_name[field].cpp_type)
-        if bounds is not None and isinstance(value, int):
-            low, high = bounds
-            raise InvalidArgumentError(
-                f"{name} is {value}, must be in [{low}, {high}]", field=name
-            ) from error
-        # Text and lists can be long or secret; a number is what its caller needs to see.
-        shown = f"{name} is {value!r}, which" if isinstance(value, int | float) else name
-        raise InvalidArgumentError(f"{shown} cannot be sent: {error}", field=name) from error
+        beam.MergeFrom(one_field(generation_pb2.BeamSearch, field, value, name))
 
 
 def events(message: inference_pb2.GenerateResponse) -> Iterator[Event]:
