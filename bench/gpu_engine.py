@@ -35,10 +35,9 @@ from worker_svc.model.families import FAMILIES  # noqa: E402
 from worker_svc.model.loader import Loader  # noqa: E402
 from worker_svc.model.model_config import Family, ModelConfig  # noqa: E402
 from worker_svc.model.triton_operations import TritonOperations  # noqa: E402
-from worker_svc.runtime.block_tables import BlockTables  # noqa: E402
 from worker_svc.runtime.device_runner import DeviceRunner  # noqa: E402
 from worker_svc.runtime.kv_cache import KVCache, block_bytes  # noqa: E402
-from worker_svc.runtime.rows import Rows  # noqa: E402
+from worker_svc.runtime.model_runner import ModelRunner  # noqa: E402
 from worker_svc.runtime.step_plan import (  # noqa: E402
     AdmittedRow,
     AppendedBlocks,
@@ -177,9 +176,8 @@ class Load:
         self._step_id = 0
 
     def _new_runner(self) -> DeviceRunner:
-        tables = BlockTables(MAX_ROWS, self._width, BLOCK_SIZE, self._cache.num_blocks)
-        rows = Rows(MAX_ROWS, LONGEST, (tables,), self.shape.vocab)
-        return DeviceRunner(self.model, self._cache, rows)
+        waiting = ModelRunner(self.model, self._cache, max_num_seqs=MAX_ROWS, max_model_len=LONGEST)
+        return DeviceRunner(self.model, waiting)
 
     def plan(
         self,

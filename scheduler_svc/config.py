@@ -218,6 +218,12 @@ class SchedulerSettings(BaseSettings):
     """Enters every block's name; servers that compare names must agree on it. With _cbor it is
     vLLM's PYTHONHASHSEED."""
 
+    max_loras: int = Field(default=8, ge=0, le=256)
+    """Most adapters at once, those that are unloaded and still in use among them."""
+
+    max_embedding_bytes: int = Field(default=2**30, ge=0, le=2**40)
+    """Most bytes of embeddings that live requests hold together."""
+
     worker_wait: float = Field(default=60.0, ge=0, allow_inf_nan=False)
     """Seconds that requests wait for a worker before they end with UNAVAILABLE."""
 

@@ -5,7 +5,8 @@ import time
 from array import array
 from collections.abc import Callable
 
-from scheduler_svc.core.request import BeamOptions, FinishReason, Sampling
+from scheduler_svc.core.beam_options import BeamOptions
+from scheduler_svc.core.request import FinishReason, Sampling
 from scheduler_svc.service.engine_door import (
     Account,
     EngineDoor,

@@ -12,21 +12,27 @@ import numpy as np
 from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
     DuplicateRequestError,
+    QueueFullError,
     RequestError,
     UnavailableError,
+    UnknownAdapterError,
     UnknownPinError,
 )
-from scheduler_svc.core.request import FinishReason, MissReason
+from scheduler_svc.core.miss_reason import MissReason
+from scheduler_svc.core.request import FinishReason
+from scheduler_svc.service.adapter_door import AdapterState
 from scheduler_svc.service.engine_door import (
     Accepted,
     Account,
     Finish,
     Gain,
+    Submission,
+    TokenBatch,
+)
+from scheduler_svc.service.server_state import (
     GroupState,
     Load,
     ServerState,
-    Submission,
-    TokenBatch,
     Totals,
     WorkerState,
 )
@@ -166,6 +172,30 @@ class FakeStream:
         )
 
 
+class FakeAdapters:
+    """Adapters that are loaded at once. Their generations count up."""
+
+    def __init__(self) -> None:
+        self.paths: dict[str, str] = {}
+        self.refuse: RequestError | None = None
+
+    async def load(self, name: str, path: str) -> int:
+        """Load one."""
+        if self.refuse is not None:
+            raise self.refuse
+        self.paths[name] = path
+        return len(self.paths)
+
+    async def unload(self, name: str) -> None:
+        """Unload one."""
+        if self.paths.pop(name, None) is None:
+            raise UnknownAdapterError(f"adapter {name!r} is not loaded")
+
+    def loaded(self) -> list[AdapterState]:
+        """List all."""
+        return [AdapterState(name, 7) for name in sorted(self.paths)]
+
+
 def last_ids(submission: Submission) -> Finish:
     """Pool a prompt into its length and its last id."""
     vector = np.array([len(submission.token_ids), submission.token_ids[-1]], dtype=np.float32)
@@ -186,6 +216,8 @@ class FakeDoor:
         self.step_s = 0.0
         self.error: RequestError | None = None
         self.refuse: RequestError | None = None
+        self.most_waiting: int | None = None
+        """Requests beyond which the queue is full. None: it never is."""
         self.num_cached_tokens = 0
         self.preemption_times_ns: list[int] = []
         self.submissions: list[Submission] = []
@@ -197,6 +229,7 @@ class FakeDoor:
         self.pins: dict[str, tuple[list[int], ExtraKeys, float]] = {}
         self.draining = False
         self.recent: StepTimes | None = None
+        self.adapters = FakeAdapters()
         self._empty = asyncio.Event()
 
     async def between_batches(self, stream: FakeStream) -> None:
@@ -219,6 +252,8 @@ class FakeDoor:
             raise UnavailableError("the server drains")
         if self.refuse is not None:
             raise self.refuse
+        if self.most_waiting is not None and len(self.live) >= self.most_waiting:
+            raise QueueFullError(f"{len(self.live)} requests wait, at most {self.most_waiting} may")
         key = submission.tenant, submission.request_id
         if key in self.live:
             raise DuplicateRequestError(f"{submission.request_id!r} is live")

@@ -9,8 +9,8 @@ import numpy as np
 from fake_worker import FakeWorker
 from scheduler_svc.core.block_hash import BlockHash
 from scheduler_svc.core.step_plan import StepPlan, StepResult
-from scheduler_svc.service.engine_door import GroupState
 from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
+from scheduler_svc.service.server_state import GroupState
 from scheduler_svc.service.worker_link import SentPlan
 from scheduler_svc.service.worker_wire import Epoch, StepAnswer, WorkerTiming
 

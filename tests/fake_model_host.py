@@ -11,6 +11,8 @@ import numpy as np
 
 from pagemill.v1 import worker_pb2
 from scripted_scheduler import DEADLINE_S
+from worker_svc.errors import AdapterError
+from worker_svc.model.adapters import LoadedAdapter
 from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.step_plan import StepPlan, StepResult, StepTiming
@@ -47,6 +49,36 @@ class FakeRunner:
             timing=StepTiming(prepare_ns=1, forward_ns=2, sample_ns=3, total_ns=10),
             row_errors=(),
         )
+
+
+class FakeAdapters:
+    """Reads whatever path is said to be there; notes what becomes of it."""
+
+    def __init__(self) -> None:
+        self.generations: dict[str, int] = {}
+        """Of what lies under each path."""
+        self.may_read = threading.Event()
+        self.may_read.set()
+        self.num_reads = 0
+        self.loaded: dict[int, LoadedAdapter] = {}
+
+    def read(self, path: str) -> LoadedAdapter:
+        assert self.may_read.wait(DEADLINE_S)
+        self.num_reads += 1
+        if path == "bug":
+            raise ZeroDivisionError("division by zero")
+        if path not in self.generations:
+            raise AdapterError(f"nothing is\nat {path}")
+        return LoadedAdapter(self.generations[path], {}, 0)
+
+    def publish(self, slot: int, adapter: LoadedAdapter) -> None:
+        self.loaded[slot] = adapter
+
+    def drop(self, slot: int) -> None:
+        self.loaded.pop(slot, None)
+
+    def generation(self, slot: int) -> int:
+        return self.loaded[slot].generation if slot in self.loaded else 0
 
 
 class FakeLaunchRunner:
@@ -95,6 +127,7 @@ class FakeHost:
             kv_groups=[worker_pb2.KvGroup(num_layers=2, num_kv_heads=2, head_dim=16)],
         )
         self.device = worker_pb2.Device(kind="cpu", memory_bytes=1 << 30, name="a test")
+        self.adapters = FakeAdapters()
 
     @property
     def devices(self) -> tuple[worker_pb2.Device, ...]:

@@ -12,10 +12,11 @@ from itertools import chain
 import numpy as np
 
 from fake_told import candidates_of, pooled, prompt_part, told_of
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.beam_search import BeamSearch
 from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.reports import Pooling
-from scheduler_svc.core.request import BeamOptions, Hypothesis, Stopping
+from scheduler_svc.core.request import Hypothesis, Stopping
 from scheduler_svc.core.step_plan import (
     Candidates,
     Float32Array,

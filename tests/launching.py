@@ -16,7 +16,7 @@ from worker_svc.runtime.model_runner import ModelRunner
 
 def launching(loaded: LoadedModel, runner: ModelRunner) -> DeviceRunner:
     """Return a runner with the rows and the cache of one that has not run yet."""
-    return DeviceRunner.beside(loaded.model, runner)
+    return DeviceRunner(loaded.model, runner)
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from worker_svc.runtime.step_plan import (
     AdmittedRow,
     AppendedBlocks,
     BlockCopies,
+    EmbeddedSpan,
     ForkedRow,
     Int32Array,
     SamplingParams,
@@ -72,6 +73,8 @@ class Sequence:
     prompt: list[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     sequence_index: int = 0
+    adapter: int = 0
+    embeddings: tuple[EmbeddedSpan, ...] = ()
     output: list[int] = field(default_factory=list)
     row: int | None = None
     blocks: list[int] = field(default_factory=list)
@@ -156,7 +159,8 @@ class PlanDriver:
             sequence.num_computed_tokens += sequence.last_new
             if sequence.last_new and sequence.num_computed_tokens == sequence.num_tokens:
                 expected.append(sequence.row)
-        assert sorted(expected) == [*result.rows, *(row for row, _ in result.row_errors)]
+        answered = [*result.rows.tolist(), *(row for row, _ in result.row_errors)]
+        assert sorted(expected) == sorted(answered)
         for row, token in zip(result.rows.tolist(), result.tokens.tolist(), strict=True):
             by_row[row].output.append(token)
         return result
@@ -173,4 +177,6 @@ class PlanDriver:
             block_tables=(int32(*sequence.blocks),),
             sampling=sequence.sampling,
             sequence_index=sequence.sequence_index,
+            adapter=sequence.adapter,
+            embeddings=sequence.embeddings,
         )

@@ -5,11 +5,12 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from fake_worker import FakeWorker
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.block_hash import BlockHash, ExtraKeys
 from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.reports import Reports
-from scheduler_svc.core.request import BeamOptions, Request, Sampling, Stopping
+from scheduler_svc.core.request import Request, Sampling, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepOutcome, StepPlan, StepResult
 from scheduler_svc.core.victims import VICTIM_POLICIES

@@ -114,6 +114,10 @@ class Connection:
         """Send a plan."""
         self._say.put(worker_pb2.JoinResponse(plan=plan(step_id, **changes)))
 
+    def adapter(self, **change: Any) -> None:
+        """Send a change of an adapter."""
+        self._say.put(worker_pb2.JoinResponse(adapter=worker_pb2.AdapterChange(**change)))
+
     def stop(self) -> None:
         """Send a stop."""
         self._say.put(worker_pb2.JoinResponse(stop=worker_pb2.StopWorker()))

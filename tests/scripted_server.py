@@ -140,6 +140,7 @@ class ScriptedServer:
     serving: bool = True
     requests: list[inference_pb2.GenerateRequest] = field(default_factory=list)
     aborts: list[control_pb2.AbortRequest] = field(default_factory=list)
+    adapters: dict[str, str] = field(default_factory=dict)
     embeds: list[inference_pb2.EmbedRequest] = field(default_factory=list)
     pins: list[admin_pb2.PinRequest] = field(default_factory=list)
     metadata: list[dict[str, str]] = field(default_factory=list)
@@ -219,6 +220,28 @@ class ScriptedServer:
         self.pins.append(request)
         return admin_pb2.PinResponse(pin_id="p1", num_blocks=len(request.token_ids) // 16)
 
+    async def LoadAdapter(
+        self, request: admin_pb2.LoadAdapterRequest, context: Any
+    ) -> admin_pb2.LoadAdapterResponse:
+        if request.path == "nowhere":
+            await context.abort(grpc.StatusCode.FAILED_PRECONDITION, "path is 'nowhere'")
+        self.adapters[request.name] = request.path
+        return admin_pb2.LoadAdapterResponse(generation=0xABC)
+
+    async def UnloadAdapter(
+        self, request: admin_pb2.UnloadAdapterRequest, context: Any
+    ) -> admin_pb2.UnloadAdapterResponse:
+        if self.adapters.pop(request.name, None) is None:
+            await context.abort(grpc.StatusCode.NOT_FOUND, "no such adapter")
+        return admin_pb2.UnloadAdapterResponse()
+
+    async def ListAdapters(
+        self, request: admin_pb2.ListAdaptersRequest, context: Any
+    ) -> admin_pb2.ListAdaptersResponse:
+        return admin_pb2.ListAdaptersResponse(
+            adapters=[admin_pb2.AdapterInfo(name=name, generation=0xABC) for name in self.adapters]
+        )
+
     async def Unpin(self, request: admin_pb2.UnpinRequest, context: Any) -> admin_pb2.UnpinResponse:
         if request.pin_id != "p1":
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such pin")
@@ -231,7 +254,7 @@ class ScriptedServer:
     async def _not_scripted(self, request: Any, context: Any) -> None:
         await context.abort(grpc.StatusCode.UNIMPLEMENTED, "not scripted")
 
-    Drain = LoadAdapter = UnloadAdapter = ListAdapters = FlushCache = _not_scripted
+    Drain = FlushCache = _not_scripted
     GetTokenizer = SubscribeKvEvents = WatchBlocks = Explain = Watch = List = _not_scripted
 
 

@@ -3,6 +3,8 @@
 import numpy as np
 
 from pagemill.v1 import worker_pb2
+from scheduler_svc.core.block_hash import ContentSpan
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.reports import Pooling
 from scheduler_svc.core.request import Sampling
 from scheduler_svc.core.step_plan import (
@@ -86,9 +88,17 @@ def _decode_row(row: worker_pb2.AdmittedRow) -> AdmittedRow:
         sequence_index=row.sequence_index,
         num_samples=max(1, row.num_samples),
         num_candidates=row.num_candidates,
+        adapter=row.adapter,
+        embeddings=tuple(_decode_span(span) for span in row.embeddings),
         logprobs=row.logprobs,
         prompt_logprobs=row.prompt_logprobs if row.HasField("prompt_logprobs") else None,
         pooling=Pooling(row.pooling) if row.pooled else None,
         min_output_tokens=sampling.min_tokens,
         stop_token_ids=frozenset(column(sampling.stop_token_ids).tolist()),
     )
+
+
+def _decode_span(span: worker_pb2.EmbeddingSpanRow) -> EmbeddedSpan:
+    """Return a span whose content id does not travel, with one position a vector of 8 bytes."""
+    content = ContentSpan("", span.offset, max(1, len(span.embeddings) // 8))
+    return EmbeddedSpan(content, span.embeddings, span.element_type)

@@ -7,6 +7,7 @@ from worker_svc.config import WorkerSettings, read_settings
 from worker_svc.errors import ConfigError
 from worker_svc.service.bench_forward import bench_forward
 from worker_svc.service.exit_status import ExitStatus
+from worker_svc.service.local_adapters import AdapterSettings
 from worker_svc.service.local_model import LocalModel, LocalSettings, set_threads
 from worker_svc.service.logs import Logger, make_logger
 from worker_svc.service.shutdown import Shutdown, stopped_by_signals
@@ -62,6 +63,7 @@ def _local_settings(settings: WorkerSettings) -> LocalSettings:
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,
         gpu_memory_utilization=settings.gpu_memory_utilization,
         num_gpu_blocks_override=settings.num_gpu_blocks_override,
+        adapters=AdapterSettings(settings.adapter_dir, settings.max_lora_rank),
     )
 
 

@@ -107,13 +107,20 @@ class WorkerSettings(BaseSettings):
 
     quantization: Literal["none", "int8", "int4"] = "none"
     """Of linear layers, on a CPU: none, int8 or int4 (in groups of 32 weights, rounded at loading;
-    a Q4_1 or Q8_0 file keeps its values)."""
+    a Q4_1 or Q8_0 file and checkpoints of as few bits keep their values)."""
 
     gpu_memory_utilization: float = Field(default=0.92, gt=0, le=1)
     """Share of a GPU's memory for weights, activations and KV cache together."""
 
     num_gpu_blocks_override: int | None = Field(default=None, gt=0)
     """Usable blocks of the KV cache, whatever memory says. The scheduler's wish goes first."""
+
+    adapter_dir: str = ""
+    """Directory below which adapters lie; nothing outside it is read. Unset: no adapters are
+    loaded."""
+
+    max_lora_rank: int = Field(default=64, ge=1, le=512)
+    """Largest rank of an adapter that is loaded."""
 
     threads: int | None = Field(default=None, ge=1, le=4096)
     """Threads of one CPU operation. Unset: all cores; with attention_backend torch all but one."""

@@ -13,5 +13,9 @@ class InvariantError(AssertionError):
     """A promise between scheduler and worker is broken: ours. Never caught; the process ends."""
 
 
+class AdapterError(ValueError):
+    """An adapter cannot be loaded: the operator's. One line; nobody else is harmed."""
+
+
 class RanksLostError(Exception):
     """The other ranks of the group are gone, or given up: the environment's fault. Join again."""

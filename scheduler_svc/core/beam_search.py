@@ -11,13 +11,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from scheduler_svc.core.request import (
-    BeamOptions,
-    EarlyStopping,
-    FinishReason,
-    Hypothesis,
-    Stopping,
-)
+from scheduler_svc.core.beam_options import BeamOptions, EarlyStopping
+from scheduler_svc.core.request import FinishReason, Hypothesis, Stopping
 from scheduler_svc.core.step_plan import Float32Array, Int32Array
 
 _NEVER = np.float32(-1e9)

@@ -3,11 +3,12 @@
 from array import array
 
 from scheduler_svc.core.beam_family import BeamFamily
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.beam_search import BeamSearch, Continuation
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.departure import end
 from scheduler_svc.core.pending_fork import PendingFork
-from scheduler_svc.core.request import BeamOptions, Request
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.state import SchedulerState
 from scheduler_svc.core.step_plan import Float32Array, Int32Array, StepOutcome
 

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from scheduler_svc.core.request import MissReason
+from scheduler_svc.core.miss_reason import MissReason
 
 
 @dataclass(slots=True)

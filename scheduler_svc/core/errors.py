@@ -6,6 +6,9 @@ RequestError               the caller's fault, or a limit the caller met
  ├ DuplicateRequestError   a live request of the tenant has this id
  ├ QueueFullError          too many requests wait
  ├ UnknownModelError       no such model is served
+ ├ UnknownAdapterError     no adapter of this name is loaded
+ ├ AdapterSlotsError       more adapters would be loaded than may be
+ ├ AdapterLoadError        a worker cannot load an adapter
  ├ PinQuotaError        more blocks would be pinned than may be
  ├ PrefixNotCachedError nothing of a prefix to pin is in the cache
  ├ UnknownPinError      no such pin
@@ -58,6 +61,18 @@ class UnavailableError(_RetryableError):
 
 class UnknownModelError(RequestError):
     """No model of this name is served."""
+
+
+class UnknownAdapterError(RequestError):
+    """No adapter of this name is loaded; the message lists what is."""
+
+
+class AdapterSlotsError(RequestError):
+    """As many adapters are loaded, or still in use, as may be."""
+
+
+class AdapterLoadError(RequestError):
+    """A worker could not load the adapter; the message says why."""
 
 
 class PinQuotaError(RequestError):

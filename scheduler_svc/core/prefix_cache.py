@@ -16,7 +16,8 @@ from scheduler_svc.core.group_blocks import without_unseen
 from scheduler_svc.core.hit_rate import HitRateWindow
 from scheduler_svc.core.journal import Journal
 from scheduler_svc.core.kv_groups import longest_common_hit
-from scheduler_svc.core.request import MissReason, Request
+from scheduler_svc.core.miss_reason import MissReason
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.rows import Rows
 from scheduler_svc.core.step_plan import IndexArray, Int32Array
 

@@ -5,9 +5,12 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import NamedTuple
 
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.block_hash import NO_EXTRA_KEYS, BlockHash, ExtraKeys
 from scheduler_svc.core.draft_record import DraftRecord
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.free_block_queue import BlockId
+from scheduler_svc.core.miss_reason import MissReason
 from scheduler_svc.core.reports import Reports
 from scheduler_svc.core.told import PromptTable, Vector
 
@@ -33,28 +36,6 @@ class FinishReason(Enum):
 
     ERROR = "error"
     """It could not be computed."""
-
-
-class MissReason(Enum):
-    """Why the prefix hit of a request, at its first admission, went no further."""
-
-    UNSEEN = "unseen"
-    """Its next block has no name here: never seen, under this salt, or too long ago."""
-
-    EVICTED = "evicted"
-    """Its next block was evicted lately."""
-
-    LAST_TOKEN = "last_token"  # noqa: S105 - no password
-    """All is cached, but the last block runs, since only a run gives logits."""
-
-    TAIL = "tail"
-    """What is left fills no block."""
-
-    NOT_READ = "not_read"
-    """The request reads no cache."""
-
-    DISABLED = "disabled"
-    """Prefix caching is off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,35 +93,6 @@ class Stopping:
     """Tokens before any stop id counts."""
 
 
-class EarlyStopping(Enum):
-    """When a beam search with as many finished hypotheses as beams ends, as in `transformers`."""
-
-    NO = "false"
-    """When the best running hypothesis, at its present length, is worse than the worst finished."""
-
-    YES = "true"
-    """At once."""
-
-    NEVER = "never"
-    """When no running hypothesis can become better, whatever its length."""
-
-
-@dataclass(frozen=True, slots=True)
-class BeamOptions:
-    """A beam search: the likeliest outputs are looked for, instead of drawn."""
-
-    width: int
-    """Hypotheses that run at once. At least 1."""
-
-    length_penalty: float = 1.0
-    """The score is the log-probability over the generated length to this power."""
-
-    early_stopping: EarlyStopping = EarlyStopping.NO
-
-    num_returned: int = 1
-    """Best hypotheses to return, 1 to `width`."""
-
-
 @dataclass(frozen=True, slots=True)
 class Hypothesis:
     """One finished output of a beam search."""
@@ -176,6 +128,7 @@ class Request:
         "_children",
         "_root",
         "account",
+        "adapter_slot",
         "admitted_tokens",
         "arrival_ns",
         "awaits_fork",
@@ -184,6 +137,7 @@ class Request:
         "computed_before_preemption",
         "deadline_ns",
         "drafts",
+        "embeddings",
         "error",
         "extra",
         "finish_reason",
@@ -243,6 +197,8 @@ class Request:
         deadline_ns: int | None = None,
         num_sequences: int = 1,
         beam: BeamOptions | None = None,
+        adapter_slot: int = 0,
+        embeddings: tuple[EmbeddedSpan, ...] = (),
         reports: Reports | None = None,
     ) -> None:
         self.request_id = request_id
@@ -261,6 +217,10 @@ class Request:
         self.deadline_ns = deadline_ns
         self.num_sequences = num_sequences
         self.beam = beam
+        self.adapter_slot = adapter_slot
+        """Where workers have the adapter of `extra`. 0: none."""
+        self.embeddings = embeddings
+        """What fills the spans of `extra`; kept to its end, for it may lose its blocks."""
         self.reports = reports or Reports()
 
         # The family.
@@ -390,6 +350,8 @@ class Request:
             weight=self.weight,
             arrival_ns=self.arrival_ns,
             deadline_ns=self.deadline_ns,
+            adapter_slot=self.adapter_slot,
+            embeddings=self.embeddings,
             reports=replace(self.reports, prompt_logprobs=None),
         )
         child.tokens, child.num_prompt_tokens = self.tokens, self.num_prompt_tokens

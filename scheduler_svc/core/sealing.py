@@ -8,6 +8,7 @@ from scheduler_svc.core.asked import note_asked
 from scheduler_svc.core.beam_search import num_candidates
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.drafting import expect_drafts, note_drafts
+from scheduler_svc.core.embedded_span import not_computed
 from scheduler_svc.core.family_results import note_families
 from scheduler_svc.core.forks import forked_rows
 from scheduler_svc.core.journal import FlyingStep
@@ -98,4 +99,6 @@ def _describe(
         stop_token_ids=stopping.eos_token_ids | stopping.stop_token_ids
         if held_back
         else frozenset(),
+        adapter=request.adapter_slot,
+        embeddings=not_computed(request.embeddings, request.admitted_tokens),
     )

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.reports import Pooling
 from scheduler_svc.core.request import Request, Sampling
 from scheduler_svc.core.told import PromptPart, TokenTold, Vector
@@ -72,6 +73,12 @@ class AdmittedRow:
 
     stop_token_ids: frozenset[int] = frozenset()
     """Those ids. Empty if any may be drawn at once."""
+
+    adapter: int = 0
+    """Slot of its adapter. 0: none."""
+
+    embeddings: tuple[EmbeddedSpan, ...] = ()
+    """In place of tokens, as far as they are not computed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,12 +22,13 @@ from pagemill.v1.control_pb2 import (
     WorkerInfo,
 )
 from scheduler_svc.core.errors import InvalidRequestError, RequestError
-from scheduler_svc.service.engine_door import EngineDoor, GroupState
+from scheduler_svc.service.engine_door import EngineDoor
 from scheduler_svc.service.field_bounds import check_tenant
 from scheduler_svc.service.front_end import FrontEnd
 from scheduler_svc.service.kv_event_feed import KvEventFeed
 from scheduler_svc.service.kv_event_messages import to_message
 from scheduler_svc.service.rpc_handlers import Context
+from scheduler_svc.service.server_state import GroupState
 from scheduler_svc.service.status import UnknownRequestError
 from scheduler_svc.service.tokenizer_archive import TokenizerArchive
 

@@ -4,6 +4,7 @@ import asyncio
 import uuid
 from array import array
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 
 import numpy as np
 
@@ -19,13 +20,14 @@ from scheduler_svc.core.errors import (
     AbortedError,
     InvalidRequestError,
     NotComputedError,
+    QueueFullError,
     RequestError,
 )
 from scheduler_svc.core.reports import Pooling, Reports
 from scheduler_svc.core.request import FinishReason, Sampling
 from scheduler_svc.core.told import Vector
 from scheduler_svc.service.call_watch import CallWatch
-from scheduler_svc.service.engine_door import Account, EngineDoor, Finish, Submission
+from scheduler_svc.service.engine_door import Account, EngineDoor, Finish, Submission, TokenStream
 from scheduler_svc.service.field_bounds import check_request_id, check_size
 from scheduler_svc.service.front_end import FrontEnd
 from scheduler_svc.service.response_writing import SequenceWriter
@@ -43,6 +45,41 @@ _POOLING: Mapping[int, Pooling] = {
 }
 
 
+class _Inputs:
+    """The inputs of one call that are in the engine. A full queue waits for one of them to end."""
+
+    def __init__(self, door: EngineDoor) -> None:
+        self._door = door
+        self._num_open = 0
+        self._ended = asyncio.Event()
+
+    async def open(self, stack: AsyncExitStack, submission: Submission) -> TokenStream:
+        """Submit an input until the block of `stack` ends, once the queue has room.
+
+        Queues may be shorter than a call, whose own inputs fill them. Each of these ends, at the
+        latest by the call's deadline.
+
+        Raises: RequestError kinds; QueueFullError only if others alone fill the queue.
+        """
+        while True:
+            ended = self._ended
+            try:
+                stream = await stack.enter_async_context(self._door.open(submission))
+            except QueueFullError:
+                if not self._num_open:
+                    raise
+                await ended.wait()
+                continue
+            self._num_open += 1
+            stack.callback(self._close)
+            return stream
+
+    def _close(self) -> None:
+        self._num_open -= 1
+        self._ended.set()
+        self._ended = asyncio.Event()
+
+
 class Embedder:
     """Answers Embed calls for one model."""
 
@@ -58,12 +95,12 @@ class Embedder:
         Raises: RequestError; for a field that is out of its bound before anything is queued.
         """
         submissions = await self._read(request, arrival_ns, deadline_ns)
-        room = asyncio.Semaphore(_MAX_AT_ONCE)
+        room, inputs = asyncio.Semaphore(_MAX_AT_ONCE), _Inputs(self._door)
         name = self._front.model_name(request.model)
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._pooled(submission, name, room))
+                    group.create_task(self._pooled(submission, name, room, inputs))
                     for submission in submissions
                 ]
         except ExceptionGroup as errors:
@@ -139,7 +176,7 @@ class Embedder:
         ]
 
     async def _pooled(
-        self, submission: Submission, model: str, room: asyncio.Semaphore
+        self, submission: Submission, model: str, room: asyncio.Semaphore, inputs: _Inputs
     ) -> tuple[Vector, Account]:
         """Run one input to its end.
 
@@ -152,7 +189,8 @@ class Embedder:
                 arrival_ns=submission.arrival_ns,
                 deadline_ns=submission.deadline_ns,
             ) as watch:
-                async with self._door.open(submission) as stream:
+                async with AsyncExitStack() as stack:
+                    stream = await inputs.open(stack, submission)
                     watch.accepted(stream, submission, model, "embeddings")
                     # It writes nothing here: it knows how the sequence ended.
                     ends, finish = SequenceWriter(0, None, omit_text=True), None

@@ -4,14 +4,15 @@ import asyncio
 import time
 from array import array
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from typing import Protocol
 
 import structlog
 
 from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
+    AdapterLoadError,
     DeadlineError,
     InvariantError,
     RequestError,
@@ -23,17 +24,30 @@ from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_pace import StepPace
 from scheduler_svc.core.step_plan import StepPlan
-from scheduler_svc.service.engine_door import GroupState, Load, ServerState, Submission
+from scheduler_svc.service.adapter_desk import AdapterDesk
+from scheduler_svc.service.deadline_timer import at_deadline
+from scheduler_svc.service.embedding_reading import EmbeddingRoom
+from scheduler_svc.service.engine_door import Submission
 from scheduler_svc.service.engine_load import load_of
-from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
+from scheduler_svc.service.group_events import (
+    AdapterLost,
+    GroupLost,
+    GroupReady,
+    Mailbox,
+    StepArrived,
+)
+from scheduler_svc.service.live_streams import LiveStreams
+from scheduler_svc.service.outside_changes import OutsideChanges
+from scheduler_svc.service.plan_timer import PlanTimer
 from scheduler_svc.service.request_log import log_end
 from scheduler_svc.service.request_making import make_request
+from scheduler_svc.service.server_state import GroupState, Load, ServerState
 from scheduler_svc.service.serving_flag import ServingFlag
 from scheduler_svc.service.step_flight import Flight, Landing
 from scheduler_svc.service.step_observers import StepObservers
 from scheduler_svc.service.step_record import RecentSteps, StepObserver, StepTracer
 from scheduler_svc.service.step_watchdog import StepWatchdog
-from scheduler_svc.service.token_stream import Pile, RequestStream, pile_told, too_slow
+from scheduler_svc.service.token_stream import RequestStream, pile_told, too_slow
 from scheduler_svc.service.worker_link import SentPlan
 
 
@@ -70,10 +84,15 @@ class Engine:
         observers: Sequence[StepObserver] = (),
         after_turn: Callable[[int], None] | None = None,
         tracer: StepTracer | None = None,
+        adapters: AdapterDesk | None = None,
+        max_embedding_bytes: int = 1 << 30,
     ) -> None:
         self.serving = ServingFlag()
         self._scheduler = scheduler
         self._group = group
+        self._scheduling = OutsideChanges(scheduler, mailbox)
+        self.adapters = adapters or AdapterDesk(0)
+        self._embeddings = EmbeddingRoom(max_embedding_bytes)
         self._mailbox = mailbox
         self._incarnation = incarnation
         self._worker_wait_s = worker_wait_s
@@ -83,17 +102,14 @@ class Engine:
         self._observers = StepObservers((self._recent, *observers, *tracers))
         self._tracer = tracer
         self._after_turn = after_turn
-        self._streams: dict[Request, RequestStream] = {}
-        self._piles: dict[Request, Pile] = {}
-        self._empty = asyncio.Event()
-        self._empty.set()
+        self._live = LiveStreams()
         self._flights: deque[Flight] = deque()
         self._pacing = PlanPacing()
         self._pace = StepPace()
         self._watchdog = StepWatchdog(
             step_timeout_s, lambda: self._pace.slowest_ns() / 1e9, self._drop_hung_worker
         )
-        self._plan_timer: asyncio.TimerHandle | None = None
+        self._plan_timer = PlanTimer(mailbox.wake)
         self._ready = False
         self._draining = False
         self._stopping = False
@@ -122,6 +138,8 @@ class Engine:
                             self._begin_epoch(event)
                         case GroupLost():
                             wait = self._lose_group()
+                        case AdapterLost():
+                            self._lose_adapter(event)
                 self._send_plans()
                 for landing in landings:
                     self._emit(landing)
@@ -134,16 +152,15 @@ class Engine:
         finally:
             wait.cancel()
             self._watchdog.stop()
-            if self._plan_timer is not None:
-                self._plan_timer.cancel()
+            self._plan_timer.stop()
 
     def _send_plans(self) -> None:
         begin_ns = time.monotonic_ns()
         while self._ready and self._may_plan(begin_ns):
             plan = self._scheduler.schedule(begin_ns)
             for request in self._scheduler.take_expired():
-                if request in self._piles:
-                    self._fail(self._piles[request].stream, _too_late())
+                if request in self._live.piles:
+                    self._fail(self._live.piles[request].stream, _too_late())
             if plan is None:
                 return
             end_ns = time.monotonic_ns()
@@ -160,10 +177,7 @@ class Engine:
         wait_ns = self._pacing.due_ns() - now_ns if self._flights else 0
         if wait_ns <= 0:
             return True
-        if self._plan_timer is not None:
-            self._plan_timer.cancel()
-        loop = asyncio.get_running_loop()
-        self._plan_timer = loop.call_later(wait_ns / 1e9, self._mailbox.wake)
+        self._plan_timer.set(wait_ns)
         return False
 
     def _land(self, arrived: StepArrived) -> list[Landing]:
@@ -202,7 +216,7 @@ class Engine:
             return
         unfit = self._scheduler.start_epoch(event.num_blocks, event.root, now_ns, event.kv_groups)
         for request in unfit:
-            self._piles[request].stream.end_finished()
+            self._live.piles[request].stream.end_finished()
 
     def _lose_group(self) -> asyncio.TimerHandle:
         self._ready = False
@@ -215,6 +229,11 @@ class Engine:
         self._scheduler.lose_worker(self._absent_since_ns)
         return asyncio.get_running_loop().call_later(self._worker_wait_s, self._end_wait)
 
+    def _lose_adapter(self, lost: AdapterLost) -> None:
+        """End the requests of an adapter that came back with no worker."""
+        for stream in self._live.of_adapter(lost.slot):
+            self._fail(stream, AdapterLoadError(lost.reason))
+
     def _end_wait(self) -> None:
         if not self._ready:
             self.fail_all(self._no_worker())
@@ -224,12 +243,12 @@ class Engine:
 
         Cost: 0.5 us per token with a waiting reader, 2 cores, Python 3.11.
         """
-        outcome, piles = landing.outcome, self._piles
+        outcome, piles = landing.outcome, self._live.piles
         step_id = outcome.step_id
         for request, token in zip(outcome.requests, outcome.tokens, strict=True):
             pile = piles.get(request)
             if pile is not None and not pile.push(token, step_id):
-                self._fail(pile.stream, too_slow())
+                self._fail(pile.stream, too_slow(pile.stream))
         pile_told(piles, outcome)
         ended = (piles[request].stream for request in outcome.finished if request in piles)
         for stream in dict.fromkeys(ended):
@@ -244,43 +263,34 @@ class Engine:
 
     # The door: one request.
 
-    @contextmanager
-    def _scheduling(self) -> Iterator[Scheduler]:
-        """Yield the scheduler for a change from outside the loop, and wake the loop behind it.
-
-        A contradiction goes to the loop as well, and with it ends the process: grpc and the
-        event loop's timers would only log it.
-        """
-        try:
-            yield self._scheduler
-        except InvariantError as error:
-            self._mailbox.fail(error)
-            raise
-        self._mailbox.wake()
-
     @asynccontextmanager
     async def open(self, submission: Submission) -> AsyncIterator[RequestStream]:
         """Submit a request and yield its stream. Leaving the block ends the request.
 
         Raises: RequestError, before anything is queued.
         """
-        request = make_request(submission, self._tenant_weights.get(submission.tenant, 1.0))
+        with (
+            self.adapters.using(submission.adapter) as adapter,
+            self._embeddings.holding(submission.embeddings),
+        ):
+            weight = self._tenant_weights.get(submission.tenant, 1.0)
+            async with self._streaming(submission, make_request(submission, weight, adapter)) as it:
+                yield it
+
+    @asynccontextmanager
+    async def _streaming(
+        self, submission: Submission, request: Request
+    ) -> AsyncIterator[RequestStream]:
         self._check_taking(submission)
         with self._scheduling() as scheduler:
             scheduler.add(request, time.monotonic_ns(), self._pace)
         stream = RequestStream(request, self._stop)
-        self._streams[request] = stream
-        self._piles.update((pile.request, pile) for pile in stream.piles)
-        self._empty.clear()
-        deadline = self._deadline_timer(stream, submission.deadline_ns)
+        self._live.add(stream)
         try:
-            yield stream
+            with at_deadline(submission.deadline_ns, lambda: self._fail(stream, _too_late())):
+                yield stream
         finally:
-            if deadline is not None:
-                deadline.cancel()
-            del self._streams[request]
-            if not self._streams:
-                self._empty.set()
+            self._live.remove(stream)
             self._abandon(stream)
             log_end(self._log, stream)
 
@@ -294,14 +304,6 @@ class Engine:
         if submission.deadline_ns is not None and submission.deadline_ns <= now_ns:
             raise DeadlineError("the deadline had passed when the request came")
 
-    def _deadline_timer(
-        self, stream: RequestStream, deadline_ns: int | None
-    ) -> asyncio.TimerHandle | None:
-        if deadline_ns is None:
-            return None
-        delay_s = (deadline_ns - time.monotonic_ns()) / 1e9
-        return asyncio.get_running_loop().call_later(delay_s, self._fail, stream, _too_late())
-
     def _stop(self, request: Request, num_output_tokens: int) -> None:
         with self._scheduling() as scheduler:
             scheduler.finish(request, num_output_tokens, time.monotonic_ns())
@@ -313,8 +315,7 @@ class Engine:
 
     def _abandon(self, stream: RequestStream) -> None:
         """Free what a request holds whose reader gets nothing more."""
-        for request in stream.request.members:
-            self._piles.pop(request, None)
+        self._live.close_piles(stream)
         with self._scheduling() as scheduler:
             scheduler.abort_family(stream.request, time.monotonic_ns())
 
@@ -326,12 +327,11 @@ class Engine:
     @property
     def num_live(self) -> int:
         """Requests whose readers have not left."""
-        return len(self._streams)
+        return len(self._live.streams)
 
     def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
         """End a tenant's live requests; see EngineDoor. Cost: O(live requests)."""
-        theirs = (stream for stream in self._streams.values() if stream.request.tenant == tenant)
-        live = {stream.request.request_id: stream for stream in theirs if stream.is_live}
+        live = self._live.of_tenant(tenant)
         wanted = list(live) if request_ids is None else dict.fromkeys(request_ids)
         aborted = [request_id for request_id in wanted if request_id in live]
         self._abort([live[request_id] for request_id in aborted])
@@ -339,7 +339,7 @@ class Engine:
 
     def abort_everyone(self) -> list[str]:
         """End the live requests of all tenants; see EngineDoor."""
-        live = [stream for stream in self._streams.values() if stream.is_live]
+        live = self._live.live()
         self._abort(live)
         return [stream.request.request_id for stream in live]
 
@@ -351,12 +351,12 @@ class Engine:
 
     def fail_all(self, error: UnavailableError) -> None:
         """End every live request with an error."""
-        for stream in list(self._streams.values()):
+        for stream in list(self._live.streams.values()):
             self._fail(stream, error)
 
     def load(self) -> Load:
         """Return how busy the engine is now."""
-        return load_of(self._scheduler, self._recent.times())
+        return load_of(self._scheduler, self._recent.times(), len(self.adapters.loaded()))
 
     def server_state(self) -> ServerState:
         """Return what stands behind the door now."""
@@ -388,7 +388,7 @@ class Engine:
         self._draining = True
         self._stopping |= for_good
         self.serving.set(False)
-        await self._empty.wait()
+        await self._live.wait_until_empty()
 
     def resume(self) -> None:
         """Take new requests again, unless the server stops."""

@@ -1,16 +1,20 @@
 """What a front end and the engine say to each other: plain data, so that one can leave home."""
 
 from array import array
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.block_hash import ExtraKeys
+from scheduler_svc.core.embedded_span import EmbeddedSpan
+from scheduler_svc.core.miss_reason import MissReason
 from scheduler_svc.core.reports import Reports
-from scheduler_svc.core.request import BeamOptions, FinishReason, MissReason, Sampling
+from scheduler_svc.core.request import FinishReason, Sampling
 from scheduler_svc.core.told import PromptTable, TokenTold, Vector
-from scheduler_svc.service.step_record import StepTimes
+from scheduler_svc.service.adapter_door import AdapterDoor
+from scheduler_svc.service.server_state import Load, ServerState
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +68,12 @@ class Submission:
 
     beam: BeamOptions | None = None
     """Beam search in place of sampling."""
+
+    adapter: str = ""
+    """Name of a loaded adapter. Empty: none."""
+
+    embeddings: tuple[EmbeddedSpan, ...] = ()
+    """In place of tokens, in order of position, within the prompt."""
 
     reports: Reports = field(default_factory=Reports)
     """What is wanted beside tokens, or in place of them."""
@@ -211,109 +221,12 @@ class TokenStream(Protocol):
         """What the request cost so far; final once the `open` block is left."""
 
 
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counters since start, as pagemill.v1.Totals."""
-
-    steps: int
-    prompt_tokens: int
-    generation_tokens: int
-    prefix_queries: int
-    prefix_hits: int
-    preemptions: int
-    recomputed_tokens: int
-    draft_tokens: int = 0
-    accepted_draft_tokens: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class CacheState:
-    """How the prefix cache does."""
-
-    hit_rate: float
-    """Share of tokens found, over the latest 1,000 requests."""
-
-    missed_tokens: Mapping[MissReason, int]
-    """Tokens looked up and not found since start, by what ended the hit."""
-
-    pinned_blocks: int
-    """Blocks that are pinned, in use or idle."""
-
-    broken_pins: int
-    """Pins broken since start, to go on at all."""
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """How busy the engine is, as pagemill.v1.GetLoadResponse."""
-
-    running: int
-    waiting: int
-    used_blocks: int
-    idle_cached_blocks: int
-    free_blocks: int
-    total_blocks: int
-
-    waiting_tokens: int
-    """Tokens of waiting requests."""
-
-    totals: Totals
-
-    recent: StepTimes | None
-    """Means over the last steps. None before the first."""
-
-    cache: CacheState = CacheState(0.0, {}, 0, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class WorkerState:
-    """A rank that has joined."""
-
-    rank: int
-    boot_id: int
-    device: str
-    dtype: str
-
-    phase: str
-    """What the worker last said it was doing: loading, sizing, idle, running, stopping."""
-
-
-@dataclass(frozen=True, slots=True)
-class GroupState:
-    """A worker group, joined or not."""
-
-    number: int
-
-    ready: bool
-    """True: it takes plans."""
-
-    epoch: int
-    """Raised each time the whole group has joined. 0: never."""
-
-    num_blocks: int
-    """Usable blocks of its pool. 0 until first ready."""
-
-    workers: tuple[WorkerState, ...]
-
-    fingerprint: str
-    """Hash of the weights, in hex. Empty until a worker has joined."""
-
-
-@dataclass(frozen=True, slots=True)
-class ServerState:
-    """What stands behind the door."""
-
-    incarnation: int
-    """Random 64-bit number of this scheduler process."""
-
-    draining: bool
-    """True: new requests are refused."""
-
-    groups: tuple[GroupState, ...]
-
-
 class EngineDoor(Protocol):
     """All that a front end can ask of the engine."""
+
+    @property
+    def adapters(self) -> AdapterDoor:
+        """What requests can name as their adapter."""
 
     def open(self, submission: Submission) -> AbstractAsyncContextManager[TokenStream]:
         """Submit a request. Leaving the block ends it and frees all it holds, whatever the cause.

@@ -1,11 +1,11 @@
 """How busy the engine is: the scheduler's numbers as the door tells them."""
 
 from scheduler_svc.core.scheduler import Scheduler
-from scheduler_svc.service.engine_door import CacheState, Load, Totals
+from scheduler_svc.service.server_state import CacheState, Load, Totals
 from scheduler_svc.service.step_record import StepTimes
 
 
-def load_of(scheduler: Scheduler, recent: StepTimes | None) -> Load:
+def load_of(scheduler: Scheduler, recent: StepTimes | None, num_adapters: int) -> Load:
     """Return what a scheduler holds and has counted; `recent`: the means over its last steps."""
     counters = scheduler.counters
     pool = scheduler.pool
@@ -29,6 +29,7 @@ def load_of(scheduler: Scheduler, recent: StepTimes | None) -> Load:
             accepted_draft_tokens=counters.accepted_draft_tokens,
         ),
         recent=recent,
+        adapters=num_adapters,
         cache=CacheState(
             hit_rate=scheduler.hit_rate,
             missed_tokens=dict(counters.prefix_misses),

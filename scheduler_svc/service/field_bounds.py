@@ -16,6 +16,7 @@ MAX_STOP_BYTES = 4096
 MAX_LIST_ENTRIES = 1024
 MAX_REQUEST_ID_BYTES = 256
 MAX_TENANT_BYTES = 256
+MAX_ADAPTER_BYTES = 256
 MAX_SALT_BYTES = 256
 MAX_INTERVAL_S = 60.0
 
@@ -58,7 +59,8 @@ _SAMPLING = {
     "min_p": Interval(0, 1),
     "presence_penalty": Interval(-2, 2),
     "frequency_penalty": Interval(-2, 2),
-    "repetition_penalty": Interval(0, above_low=True),
+    # A logit times or by more than this is no float32 any more, and by 1e-46 it is a zero.
+    "repetition_penalty": Interval(1e-30, 1e30),
 }
 _STOPPING = {"max_tokens": Interval(1)}
 _OUTPUT = {"min_interval_s": Interval(0, MAX_INTERVAL_S)}
@@ -70,9 +72,7 @@ _BIAS = Interval(-100, 100)
 
 # Fields of this protocol that wait for later versions, and whether a request uses them.
 _NOT_SERVED: Mapping[str, Callable[[GenerateRequest], bool]] = {
-    "adapter": lambda m: bool(m.adapter),
     "guide": lambda m: m.HasField("guide"),
-    "embeddings": lambda m: bool(m.embeddings),
 }
 
 # Fields that say how tokens are drawn or when text ends, and whether a request uses them:
@@ -111,6 +111,7 @@ def check_fields(
     """
     check_request_id(message.request_id)
     check_tenant(message.tenant)
+    check_name("adapter", message.adapter, MAX_ADAPTER_BYTES)
     check_size("cache.salt", message.cache.salt.encode(), MAX_SALT_BYTES, "bytes")
     _check_sampling(message.sampling, vocab_size)
     _check_stopping(message.stopping, vocab_size)
@@ -177,7 +178,7 @@ def check_request_id(request_id: str) -> None:
 
     Raises: InvalidRequestError.
     """
-    _check_name("request_id", request_id, MAX_REQUEST_ID_BYTES)
+    check_name("request_id", request_id, MAX_REQUEST_ID_BYTES)
 
 
 def check_tenant(tenant: str) -> None:
@@ -185,10 +186,14 @@ def check_tenant(tenant: str) -> None:
 
     Raises: InvalidRequestError.
     """
-    _check_name("tenant", tenant, MAX_TENANT_BYTES)
+    check_name("tenant", tenant, MAX_TENANT_BYTES)
 
 
-def _check_name(field: str, name: str, most_bytes: int) -> None:
+def check_name(field: str, name: str, most_bytes: int) -> None:
+    """Refuse a text that is too long, or not printable.
+
+    Raises: InvalidRequestError naming the field and its bound.
+    """
     check_size(field, name.encode(), most_bytes, "bytes")
     if not name.isprintable():
         raise InvalidRequestError(field, f"{field} is {quoted(name)}, must be printable text")

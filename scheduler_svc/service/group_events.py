@@ -38,6 +38,16 @@ class GroupLost:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterLost:
+    """A worker came back that could not load an adapter again. Told before the group is ready."""
+
+    slot: int
+
+    reason: str
+    """One sentence, for the requests that use it."""
+
+
+@dataclass(frozen=True, slots=True)
 class StepArrived:
     """The result of the oldest plan in flight. Times are of the scheduler's monotonic clock."""
 
@@ -47,7 +57,7 @@ class StepArrived:
     decoded_ns: int
 
 
-GroupEvent: TypeAlias = GroupReady | GroupLost | StepArrived
+GroupEvent: TypeAlias = GroupReady | GroupLost | AdapterLost | StepArrived
 
 
 class Mailbox:

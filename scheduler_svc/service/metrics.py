@@ -20,7 +20,8 @@ from prometheus_client.registry import Collector
 
 from scheduler_svc.core.request import FinishReason
 from scheduler_svc.core.residency import Residency
-from scheduler_svc.service.engine_door import Account, Load
+from scheduler_svc.service.engine_door import Account
+from scheduler_svc.service.server_state import Load
 from scheduler_svc.service.step_record import StepRecord
 
 _STEP_BUCKETS = (
@@ -232,6 +233,9 @@ class LoadCollector(Collector):
             "pagemill_pinned_blocks",
             "Blocks that a pin keeps, used or idle.",
             load.cache.pinned_blocks,
+        )
+        yield GaugeMetricFamily(
+            "pagemill_adapters", "Adapters that requests can name.", load.adapters
         )
         yield CounterMetricFamily(
             "pagemill_pins_broken", "Pins broken to go on at all.", load.cache.broken_pins

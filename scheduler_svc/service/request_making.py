@@ -1,12 +1,21 @@
 """A submission into the request that the core queues."""
 
-from scheduler_svc.core.block_hash import ExtraKeys
+from scheduler_svc.core.block_hash import Adapter, ExtraKeys
 from scheduler_svc.core.request import Request, Stopping
+from scheduler_svc.service.adapter_desk import LoadedAdapter
 from scheduler_svc.service.engine_door import Submission
 
 
-def make_request(submission: Submission, weight: float) -> Request:
-    """Return a request with its tenant's weight."""
+def make_request(
+    submission: Submission, weight: float, adapter: LoadedAdapter | None = None
+) -> Request:
+    """Return a request with its tenant's weight and its adapter."""
+    extra = ExtraKeys(
+        salt=submission.salt,
+        cache_domain=cache_domain(submission.tenant),
+        adapter=Adapter(adapter.name, adapter.generation) if adapter else None,
+        spans=tuple(span.content for span in submission.embeddings),
+    )
     return Request(
         submission.request_id,
         submission.token_ids,
@@ -17,7 +26,7 @@ def make_request(submission: Submission, weight: float) -> Request:
             stop_token_ids=submission.stop_token_ids,
             min_output_tokens=submission.min_output_tokens,
         ),
-        extra=ExtraKeys(salt=submission.salt, cache_domain=cache_domain(submission.tenant)),
+        extra=extra,
         read_cache=submission.read_cache,
         priority=submission.priority,
         tenant=submission.tenant,
@@ -26,6 +35,8 @@ def make_request(submission: Submission, weight: float) -> Request:
         deadline_ns=submission.deadline_ns,
         num_sequences=submission.num_sequences,
         beam=submission.beam,
+        adapter_slot=adapter.slot if adapter else 0,
+        embeddings=submission.embeddings,
         reports=submission.reports,
     )
 

@@ -6,6 +6,7 @@ from pagemill.v1.generation_pb2 import Stopping
 from pagemill.v1.inference_pb2 import CacheOptions, GenerateRequest, OutputOptions
 from scheduler_svc.core.errors import InvalidRequestError
 from scheduler_svc.core.reports import Reports
+from scheduler_svc.service.embedding_reading import read_embeddings
 from scheduler_svc.service.engine_door import Submission
 from scheduler_svc.service.field_bounds import check_fields
 from scheduler_svc.service.front_end import FrontEnd
@@ -30,6 +31,8 @@ async def read_request(
     front.model_name(message.model)
     check_fields(message, front.facts.vocab_size, front.limits.max_num_seqs, front.max_logprobs)
     token_ids = await front.prompts.read(message)
+    hidden_size = front.facts.hidden_size
+    embeddings = await read_embeddings(message.embeddings, len(token_ids), hidden_size)
     stopping, cache = message.stopping, message.cache
     eos_token_ids = frozenset() if stopping.ignore_eos else front.facts.eos_token_ids
     stop_token_ids = frozenset(stopping.stop_token_ids)
@@ -54,6 +57,8 @@ async def read_request(
         traceparent=traceparent,
         num_sequences=message.sampling.n or 1,
         beam=read_beam(message.beam),
+        adapter=message.adapter,
+        embeddings=embeddings,
         reports=reports,
     )
 

@@ -7,8 +7,9 @@ from typing import Any
 from pagemill.v1 import generation_pb2
 from pagemill.v1.generation_pb2 import BeamSearch
 from pagemill.v1.inference_pb2 import GenerateRequest
+from scheduler_svc.core.beam_options import BeamOptions, EarlyStopping
 from scheduler_svc.core.errors import InvalidRequestError
-from scheduler_svc.core.request import BeamOptions, EarlyStopping, Sampling
+from scheduler_svc.core.request import Sampling
 from scheduler_svc.errors import ConfigError
 from scheduler_svc.service.field_bounds import sampling_interval
 from scheduler_svc.service.text.model_facts import ModelFacts

@@ -27,6 +27,7 @@ from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.victims import VICTIM_POLICIES
 from scheduler_svc.core.waiting_queue import waiting_queue
 from scheduler_svc.errors import ConfigError
+from scheduler_svc.service.adapter_desk import AdapterDesk
 from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.front_end import FrontEnd
 from scheduler_svc.service.group_events import Mailbox
@@ -175,23 +176,21 @@ def _build(
 
     Raises: ConfigError.
     """
-    path = Path(settings.model_path)
-    facts = ModelFacts.from_path(path)
+    facts = ModelFacts.from_path(Path(settings.model_path))
     limits = _limits(settings, facts)
     incarnation = secrets.randbits(64)
     mailbox = Mailbox()
     algorithm = HASH_ALGORITHMS[settings.prefix_caching_hash_algo]
     memory = _memory(settings)
-    residency, feed = memory.residency, None
-    if memory.events is not None:
-        # Microseconds: no server makes so many events that the next one's numbers are lower.
-        feed = KvEventFeed(settings.kv_events_buffer, first_number=time.time_ns() // 1000)
+    residency, feed = memory.residency, _feed(settings, memory)
+    adapters = AdapterDesk(settings.max_loras)
     group = WorkerGroup(
         _terms(settings, facts, limits),
         mailbox,
         incarnation=incarnation,
         hash_algorithm=algorithm,
         hash_seed=settings.hash_seed,
+        adapters=adapters,
     )
     engine = Engine(
         _scheduler(settings, limits, algorithm, memory),
@@ -209,8 +208,23 @@ def _build(
             feed=feed,
         ).turn,
         tracer=traces.steps if traces else None,
+        adapters=adapters,
+        max_embedding_bytes=settings.max_embedding_bytes,
     )
-    front = FrontEnd.for_model(
+    front = _front_end(settings, facts, limits, release, registry, traces)
+    return _Parts(group, engine, front, feed)
+
+
+def _front_end(
+    settings: SchedulerSettings,
+    facts: ModelFacts,
+    limits: Limits,
+    release: str,
+    registry: CollectorRegistry,
+    traces: Tracing | None,
+) -> FrontEnd:
+    path = Path(settings.model_path)
+    return FrontEnd.for_model(
         facts,
         Tokenizer.from_path(path),
         served_names=tuple(settings.served_model_name) or (path.stem,),
@@ -221,7 +235,14 @@ def _build(
         metrics=RequestMetrics(registry),
         tracer=traces.requests if traces else None,
     )
-    return _Parts(group, engine, front, feed)
+
+
+def _feed(settings: SchedulerSettings, memory: KvMemory) -> KvEventFeed | None:
+    """Return who tells the events of the cache. None: nobody is to hear of them."""
+    if memory.events is None:
+        return None
+    # Microseconds: no server makes so many events that the next one's numbers are lower.
+    return KvEventFeed(settings.kv_events_buffer, first_number=time.time_ns() // 1000)
 
 
 def _log_start(settings: SchedulerSettings, front: FrontEnd, metrics_page: str | None) -> None:

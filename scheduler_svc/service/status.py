@@ -13,6 +13,8 @@ from grpc_status import rpc_status
 
 from scheduler_svc.core.errors import (
     AbortedError,
+    AdapterLoadError,
+    AdapterSlotsError,
     DeadlineError,
     DuplicateRequestError,
     HopelessDeadlineError,
@@ -25,6 +27,7 @@ from scheduler_svc.core.errors import (
     RequestError,
     SlowReaderError,
     UnavailableError,
+    UnknownAdapterError,
     UnknownModelError,
     UnknownPinError,
 )
@@ -54,6 +57,9 @@ REFUSALS: dict[type[RequestError], Refusal] = {
     QueueFullError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "QUEUE_FULL"),
     SlowReaderError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "SLOW_READER"),
     UnknownModelError: Refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_MODEL"),
+    UnknownAdapterError: Refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_ADAPTER"),
+    AdapterSlotsError: Refusal(grpc.StatusCode.RESOURCE_EXHAUSTED, "ADAPTER_SLOTS"),
+    AdapterLoadError: Refusal(grpc.StatusCode.FAILED_PRECONDITION, "ADAPTER_LOAD"),
     UnknownRequestError: Refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_REQUEST"),
     UnknownPinError: Refusal(grpc.StatusCode.NOT_FOUND, "UNKNOWN_PIN"),
     PrefixNotCachedError: Refusal(grpc.StatusCode.NOT_FOUND, "PREFIX_NOT_CACHED"),

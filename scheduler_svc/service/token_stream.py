@@ -281,8 +281,8 @@ def pile_told(piles: Mapping[Request, Pile], outcome: StepOutcome) -> None:
             piles[request].told.append(outcome.told[request])
 
 
-def too_slow() -> SlowReaderError:
+def too_slow(stream: RequestStream) -> SlowReaderError:
     """Return the error of a reader that let too much pile up."""
     return SlowReaderError(
-        f"more than {MAX_PILED_TOKENS} tokens piled up unread; the request was ended"
+        f"more than {stream.most_piled} tokens piled up unread; the request was ended"
     )

@@ -13,9 +13,16 @@ from scheduler_svc.core.block_hash import HashAlgorithm, PoolIdentity
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.kv_groups import KvGroup
 from scheduler_svc.core.step_plan import StepPlan
-from scheduler_svc.service.engine_door import GroupState
-from scheduler_svc.service.group_events import GroupLost, GroupReady, Mailbox, StepArrived
+from scheduler_svc.service.adapter_desk import AdapterDesk
+from scheduler_svc.service.group_events import (
+    AdapterLost,
+    GroupLost,
+    GroupReady,
+    Mailbox,
+    StepArrived,
+)
 from scheduler_svc.service.places import Places
+from scheduler_svc.service.server_state import GroupState
 from scheduler_svc.service.worker_link import SentPlan, WorkerLink
 from scheduler_svc.service.worker_wire import Epoch
 
@@ -93,12 +100,14 @@ class WorkerGroup:
         incarnation: int,
         hash_algorithm: HashAlgorithm = SHA256,
         hash_seed: str = "",
+        adapters: AdapterDesk | None = None,
     ) -> None:
         self._terms = terms
         self._mailbox = mailbox
         self._incarnation = incarnation
         self._hash_algorithm = hash_algorithm
         self._hash_seed = hash_seed
+        self._adapters = adapters or AdapterDesk(0)
         self._epoch_number = 0
         self._places = Places(terms.tensor_parallel_size)
         self._links: dict[int, WorkerLink] = {}
@@ -243,7 +252,7 @@ class WorkerGroup:
             each.send_rendezvous(address)
 
     def worker_ready(self, link: WorkerLink, ready: worker_pb2.WorkerReady) -> None:
-        """Note that a rank can take plans: the group can when all do."""
+        """Let a rank load the adapters that are loaded; the group can take plans when all can."""
         wanted = self._terms.num_blocks_override
         if not 1 <= ready.num_blocks <= MAX_BLOCKS or wanted not in (0, ready.num_blocks):
             bound = str(wanted) if wanted else f"1 to {MAX_BLOCKS}"
@@ -255,6 +264,13 @@ class WorkerGroup:
         if self.world_size > 1 and not self._have_met:
             link.fail(grpc.StatusCode.ABORTED, "ready came before the ranks had met")
             return
+        self._adapters.join(link, lambda lost: self._count_ready(link, ready, lost))
+
+    def _count_ready(
+        self, link: WorkerLink, ready: worker_pb2.WorkerReady, lost: Sequence[AdapterLost]
+    ) -> None:
+        for adapter in lost:
+            self._mailbox.post(adapter)
         self._ready[link.rank] = ready
         if len(self._ready) == self.world_size:
             self._begin_epoch()
@@ -291,8 +307,13 @@ class WorkerGroup:
         """Pass a result on."""
         self._mailbox.post(step)
 
+    def adapter_answered(self, link: WorkerLink, answer: worker_pb2.AdapterAnswer) -> None:
+        """Pass an answer on."""
+        self._adapters.answer(link, answer)
+
     def worker_gone(self, link: WorkerLink, reason: str) -> None:
         """Free the place; the group is lost with any of its ranks."""
+        self._adapters.leave(link)
         del self._links[link.rank]
         self._places.leave(link.rank)
         self._rendezvous_ports.pop(link.rank, None)

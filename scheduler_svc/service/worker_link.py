@@ -10,8 +10,8 @@ import grpc
 
 from pagemill.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepPlan
-from scheduler_svc.service.engine_door import WorkerState
 from scheduler_svc.service.group_events import StepArrived
+from scheduler_svc.service.server_state import WorkerState
 from scheduler_svc.service.worker_wire import (
     MAX_REASON_CHARACTERS,
     Epoch,
@@ -54,6 +54,9 @@ class LinkOwner(Protocol):
     def step_arrived(self, link: "WorkerLink", step: StepArrived) -> None:
         """Note a result that came in order."""
 
+    def adapter_answered(self, link: "WorkerLink", answer: worker_pb2.AdapterAnswer) -> None:
+        """Note how the load of an adapter ended."""
+
     def worker_gone(self, link: "WorkerLink", reason: str) -> None:
         """Note that the stream has ended. Called once."""
 
@@ -65,7 +68,8 @@ class WorkerLink:
     it: `fail` with a status for the worker, `close` when nobody listens any more. Both tell
     the group at once; whatever comes later is ignored.
 
-    Out go an ack, a rendezvous, at most `pipeline_depth` plans and a stop: that bounds the outbox.
+    Out go an ack, a rendezvous, at most `pipeline_depth` plans, a stop, and as many changes of
+    adapters as there are slots and callers: that bounds the outbox.
     """
 
     def __init__(
@@ -129,6 +133,10 @@ class WorkerLink:
         self._outbox_changed.set()
         return SentPlan(self.epoch.number, len(message), encoded_ns, time.monotonic_ns())
 
+    def send_adapter(self, change: worker_pb2.AdapterChange) -> None:
+        """Queue a change of an adapter, behind the plans that were sent."""
+        self._send(worker_pb2.JoinResponse(adapter=change))
+
     def send_rendezvous(self, address: str) -> None:
         """Tell the worker where its group meets."""
         rendezvous = worker_pb2.Rendezvous(address=address)
@@ -178,6 +186,10 @@ class WorkerLink:
                 self._take_loaded(message.loaded)
             case "ready":
                 self._take_ready(message.ready)
+            case "adapter":
+                answer = message.adapter
+                answer.error = answer.error[:MAX_REASON_CHARACTERS]
+                self._owner.adapter_answered(self, answer)
             case "failure":
                 kind = "for good" if message.failure.permanent else "for now"
                 reason = message.failure.reason[:MAX_REASON_CHARACTERS]

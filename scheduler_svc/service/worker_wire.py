@@ -126,6 +126,15 @@ def _admitted_row(row: AdmittedRow) -> worker_pb2.AdmittedRow:
         prompt_logprobs=row.prompt_logprobs,
         pooled=row.pooling is not None,
         pooling=row.pooling or 0,
+        adapter=row.adapter,
+        embeddings=[
+            worker_pb2.EmbeddingSpanRow(
+                offset=span.content.start,
+                embeddings=span.values,
+                element_type=span.element_type,
+            )
+            for span in row.embeddings
+        ],
     )
 
 

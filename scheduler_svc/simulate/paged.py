@@ -5,13 +5,14 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.block_hash import PoolIdentity
 from scheduler_svc.core.errors import InvalidRequestError, InvariantError
 from scheduler_svc.core.eviction import EvictionPolicyMaker, LruEviction
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.request import BeamOptions, Request, Sampling, Stopping
+from scheduler_svc.core.request import Request, Sampling, Stopping
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import StepOutcome, StepResult
 from scheduler_svc.core.victims import VictimPolicy, cheapest

@@ -31,6 +31,7 @@ from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.step_plan import StepPlan, StepResult
 from worker_svc.service.exit_status import ExitStatus
+from worker_svc.service.local_adapters import AdapterSettings
 from worker_svc.service.local_model import LocalModel, LocalSettings
 from worker_svc.service.logs import make_logger
 from worker_svc.service.model_host import CacheLimits
@@ -104,7 +105,9 @@ class RecordingRunner:
 class RecordingHost:
     """The model of a path on this CPU. What its cache never wrote is NaN."""
 
-    def __init__(self, path: Path, num_blocks: int | None, step_s: float) -> None:
+    def __init__(
+        self, path: Path, num_blocks: int | None, step_s: float, adapter_dir: str = ""
+    ) -> None:
         log = make_logger(io.StringIO(), "text", "error")
         self._model = LocalModel(
             LocalSettings(
@@ -116,10 +119,12 @@ class RecordingHost:
                 kv_cache_memory_bytes=None,
                 gpu_memory_utilization=0.9,
                 num_gpu_blocks_override=num_blocks,
+                adapters=AdapterSettings(adapter_dir),
             ),
             log,
         )
         self.model, self.device = self._model.model, self._model.device
+        self.adapters = self._model.adapters
         self.steps: list[Step] = []
         self.plans: list[StepPlan] = []
         self.step_s = step_s
@@ -191,6 +196,8 @@ class Stack:
     task: "asyncio.Task[None]"
     stop: asyncio.Event
     workers: list[RunningWorker] = field(default_factory=list)
+    adapter_dir: str = ""
+    """Of the workers. Empty: they load none."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -205,7 +212,7 @@ class Stack:
         self, *, num_blocks: int | None = None, step_s: float = 0.0, model: Path | None = None
     ) -> RunningWorker:
         """Start a worker and wait until it serves."""
-        host = RecordingHost(model or self.model, num_blocks, step_s)
+        host = RecordingHost(model or self.model, num_blocks, step_s, self.adapter_dir)
         self.workers.append(start_worker(host, self.worker_address))
         await until(lambda: bool(self.engine.serving))
         return self.workers[-1]
@@ -230,7 +237,7 @@ class Stack:
         assert (pool.num_used, pool.num_free) == (0, pool.num_blocks)
         assert all(pool.num_users(BlockId(block)) == 0 for block in range(1, pool.num_blocks + 1))
         assert not any((state.live, state.families, state.beams, state.pending_forks))
-        assert not any((self.engine._streams, self.engine._piles))
+        assert not any((self.engine._live.streams, self.engine._live.piles))
         load = await self.client.load()
         assert (load.running, load.waiting, load.used_blocks) == (0, 0, 0)
         assert self.metric("pagemill_blocks", state="used") == 0.0
@@ -245,6 +252,7 @@ async def serving(
     step_s: float = 0.0,
     join: bool = True,
     traces: Tracing | None = None,
+    adapter_dir: Path | None = None,
     **settings: object,
 ) -> AsyncIterator[Stack]:
     """Serve a model with blocks of 4 until the block is left. `step_s`: seconds a step takes."""
@@ -273,6 +281,7 @@ async def serving(
     stack = Stack(
         model, parts.engine, client, public.address, workers.address, registry, task, stop
     )
+    stack.adapter_dir = str(adapter_dir or "")
     try:
         async with client:
             if join:

@@ -132,7 +132,7 @@ def _listing(folder: Path) -> dict[str, int]:
 
 @pytest.mark.usefixtures("_elsewhere")
 async def test_case_J_05_no_text_of_a_client_becomes_a_path(tmp_path: Path, opened: Opened) -> None:
-    """There are no directories of adapters and of offloaded blocks yet."""
+    """Adapters have a case of their own; there are no directories of offloaded blocks yet."""
     model = write_table_llama(tmp_path / "model")
     async with serving(model) as stack:
         await stack.client.complete(prompt="warm", max_tokens=1)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
+from scheduler_svc.core.beam_options import BeamOptions, EarlyStopping
 from scheduler_svc.core.beam_search import BeamSearch
-from scheduler_svc.core.request import BeamOptions, EarlyStopping, Hypothesis, Stopping
+from scheduler_svc.core.request import Hypothesis, Stopping
 from scheduler_svc.core.step_plan import Float32Array, Int32Array
 
 VOCABULARY, EOS, WIDTH, MAX_OUTPUT = 40, (3, 11), 4, 12

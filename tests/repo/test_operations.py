@@ -16,7 +16,6 @@ from scheduler_svc.config import SchedulerSettings
 from scheduler_svc.core.errors import RequestError
 from scheduler_svc.core.residency import Residency
 from scheduler_svc.service import trace_names
-from scheduler_svc.service.engine_door import Load, Totals
 from scheduler_svc.service.metrics import (
     LoadCollector,
     RequestMetrics,
@@ -24,6 +23,7 @@ from scheduler_svc.service.metrics import (
     StepMetrics,
     new_registry,
 )
+from scheduler_svc.service.server_state import Load, Totals
 from scheduler_svc.service.status import REFUSALS
 from source_tree import ROOT
 from worker_svc.config import WorkerSettings

@@ -5,9 +5,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
 
+from scheduler_svc.core.beam_options import BeamOptions, EarlyStopping
 from scheduler_svc.core.block_hash import Adapter, ExtraKeys
 from scheduler_svc.core.limits import Limits
-from scheduler_svc.core.request import BeamOptions, EarlyStopping, Request, Sampling, Stopping
+from scheduler_svc.core.request import Request, Sampling, Stopping
 
 AUDIENCES = (
     ExtraKeys(),

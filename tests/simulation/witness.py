@@ -3,7 +3,8 @@
 from functools import reduce
 
 from fake_worker import extend, next_token, search_alone
-from scheduler_svc.core.request import BeamOptions, FinishReason, Request
+from scheduler_svc.core.beam_options import BeamOptions
+from scheduler_svc.core.request import FinishReason, Request
 from simulation.load import Job
 
 

@@ -13,7 +13,7 @@ import torch
 from worker_svc.model.layer_groups import LayerGroup
 from worker_svc.model.loader import Loader
 from worker_svc.model.model_config import ModelConfig
-from worker_svc.model.operations import LayerCache, StepAttention, StepColumns
+from worker_svc.model.operations import Embedded, LayerCache, StepAttention, StepColumns
 from worker_svc.model.rope import inverse_frequencies
 
 
@@ -70,6 +70,7 @@ class CausalModel(ABC):
         block_tables: Sequence[torch.Tensor],
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
+        embedded: Embedded | None = None,
     ) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
 
@@ -79,6 +80,7 @@ class CausalModel(ABC):
             slot_mappings         per KV group, [T] int64; -1 writes nothing
             block_tables          per KV group, as in `StepColumns`
             seq_lens, query_start_loc: as in `StepColumns`
+            embedded              what some tokens have in place of the table's rows
             returns               [T, E]        dtype of the weights
 
         Invariant: in each layer all tokens store before any attends, so a request may read a
@@ -134,6 +136,11 @@ class CausalModel(ABC):
         if added is None:
             return self._operations.rms_norm(hidden, weight, eps)
         return self._operations.rms_norm(added, weight, eps, hidden)
+
+
+def place(hidden: torch.Tensor, embedded: Embedded | None) -> torch.Tensor:
+    """Return what the layers begin with: hidden states, but for those that were given. [T, E]."""
+    return hidden if embedded is None else hidden.index_copy_(0, *embedded)
 
 
 def _frequencies_of_groups(

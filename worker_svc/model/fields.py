@@ -23,6 +23,18 @@ class Fields:
         """Return whether the field is there and not null."""
         return self._values.get(name) is not None
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The fields there are, null or not."""
+        return tuple(self._values)
+
+    def integer(self, name: str) -> int:
+        """Return an integer of either sign."""
+        value = self._value(name, None)
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise self._error(name, "an integer")
+        return value
+
     def count(self, name: str, default: int | None = None, *, most: int | None = None) -> int:
         """Return a positive integer, of at most `most`."""
         value = self._value(name, default)

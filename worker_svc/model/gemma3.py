@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from worker_svc.model.causal_model import CausalModel
+from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import LayerCache, Linear
+from worker_svc.model.operations import Embedded, LayerCache, Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,13 +60,15 @@ class Gemma3(CausalModel):
         block_tables: Sequence[torch.Tensor],
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
+        embedded: Embedded | None = None,
     ) -> torch.Tensor:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
         attentions = self._attentions(columns, kv_caches)
-        hidden = functional.embedding(token_ids, self._embedding) * self._embedding_scale  # [T, E]
+        scaled = functional.embedding(token_ids, self._embedding) * self._embedding_scale  # [T, E]
+        hidden = place(scaled, embedded)
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):
             normed = self._norm(hidden, added, layer.attention_norm)

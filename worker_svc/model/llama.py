@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
-from worker_svc.model.causal_model import CausalModel
+from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import LayerCache, LayerStack, Linear, StackShape
+from worker_svc.model.operations import Embedded, LayerCache, LayerStack, Linear, StackShape
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -48,12 +48,13 @@ class Llama(CausalModel):
         block_tables: Sequence[torch.Tensor],
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
+        embedded: Embedded | None = None,
     ) -> torch.Tensor:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
-        hidden = functional.embedding(token_ids, self._embedding)  # [T, E]
+        hidden = place(functional.embedding(token_ids, self._embedding), embedded)  # [T, E]
         if self._stack is not None:
             return self._stack.run(hidden, columns[0], self._inverse_frequencies[0], kv_caches)
         attentions = self._attentions(columns, kv_caches)

@@ -1,16 +1,20 @@
 """Tensors to parameters: reads each once, checks it, fuses what belongs together, places it."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
 import torch
 from torch.nn import functional
 
 from kernels.checks import Scales
-from kernels.quantised_linear import QuantisedLinear
+from kernels.quantised_linear import QuantisedLinear, QuantisedWeight
 from worker_svc.errors import InvariantError, ModelError
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.experts import Expert, Experts
 from worker_svc.model.gguf_names import ROPE_DIVISORS
+from worker_svc.model.kept_values import KeepsValues, KeptValues, stacked
 from worker_svc.model.kv_scales import read_kv_scales
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Operations
@@ -46,6 +50,18 @@ class TensorSource(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class _Gated:
+    """silu(gate) * up of a linear layer that gives [gate, up]."""
+
+    linear: Linear
+    operations: Operations
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product. Shapes: x [T, in], returns [T, I]."""
+        return self.operations.silu_and_mul(self.linear(x))
+
+
 class Loader:
     """Takes tensors from a source, each once, and checks their shapes.
 
@@ -66,8 +82,9 @@ class Loader:
         operations: Operations,
         ranks: OtherRanks | None = None,
         progress: Progress | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
-        """Take the part of one of several ranks, if there are others.
+        """Take the part of one of several ranks, if there are others. Adapters need the whole.
 
         Raises: ConfigError if there are more than can have a part.
         """
@@ -85,6 +102,7 @@ class Loader:
         self._dtype = dtype
         self._device = device
         self.operations = operations
+        self._adapters = adapters
         self._weight_dtype = operations.weight_dtype or dtype
         self.weight_bytes = 0
 
@@ -112,10 +130,16 @@ class Loader:
 
     def finish(self) -> None:
         """Raise ModelError if a tensor was not taken: it would change the result, were it used."""
-        # Old files repeat the rotary frequencies in each layer.
-        unknown = sorted(name for name in self._left if not name.endswith("rotary_emb.inv_freq"))
+        unknown = sorted(name for name in self._left if not self._changes_nothing(name))
         if unknown:
             raise ModelError(f"{len(unknown)} tensors are not known, the first is {unknown[0]}")
+
+    def _changes_nothing(self, name: str) -> bool:
+        """Return whether a tensor is known to be there for nothing."""
+        # Old files repeat the rotary frequencies in each layer; GPTQ's have biases of 0 everywhere.
+        if name.endswith(".bias"):
+            return not self._source.read(name, torch.float32).any()
+        return name.endswith("rotary_emb.inv_freq")
 
     def lm_head(self, embedding: torch.Tensor) -> Linear:
         """Return the head, which some models share with the embedding."""
@@ -187,6 +211,11 @@ class Loader:
         """Return silu(gate) * up of an MLP as one layer, [E] to [intermediate]."""
         config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
+        if self._adapters is not None:
+            # They change gate and up before these are multiplied.
+            return _Gated(self.gate_up(name), self.operations)
+        if (kept := self._kept(parts, config.hidden_size)) is not None:
+            return self._keep(kept, parts, has_bias=config.mlp_bias, is_gated=True)
         weight, bias = self._parameters(parts, config.hidden_size, has_bias=config.mlp_bias)
         return self._counted(self.operations.gated_linear(weight, bias), weight)
 
@@ -205,20 +234,68 @@ class Loader:
         if config.experts is None:
             raise InvariantError(f"{config.architecture} has no experts")
         hidden, inner = config.hidden_size, self._shard.columns(config.experts.intermediate_size)
-        router = self.linear([(f"{name}.gate", config.experts.num_experts)], hidden, has_bias=False)
+        # An expert sees some tokens only, so adapters change none of this.
+        linear = partial(self._plain_linear, has_bias=False)
+        router = linear([(f"{name}.gate", config.experts.num_experts)], hidden)
         mlps = []
         for number in range(config.experts.num_experts):
             expert = f"{name}.experts.{number}"
             parts = [(f"{expert}.{gate}", inner), (f"{expert}.{up}", inner)]
-            gate_up = self.linear(parts, hidden, has_bias=False)
-            back = self.linear([(f"{expert}.{down}", hidden)], inner, has_bias=False)
+            gate_up = linear(parts, hidden)
+            back = linear([(f"{expert}.{down}", hidden)], inner)
             mlps.append(Expert(gate_up, back))
         return Experts(router, mlps, config.experts, self.operations, self._ranks)
 
     def linear(self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool) -> Linear:
-        """Make one linear layer of matrices [rows, columns] above one another."""
+        """Make one linear layer of matrices [rows, columns] above one another.
+
+        Adapters may change it: each call must see all tokens of a step, in order.
+        """
+        linear = self._plain_linear(parts, columns, has_bias=has_bias)
+        if self._adapters is None:
+            return linear
+        sizes = [(name, _whole(rows)) for name, rows in parts]
+        return self._adapters.wrap(linear, sizes, _whole(columns))
+
+    def _plain_linear(
+        self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
+    ) -> Linear:
+        if (kept := self._kept(parts, columns)) is not None:
+            return self._keep(kept, parts, has_bias=has_bias)
         weight, bias = self._parameters(parts, columns, has_bias=has_bias)
         return self._packed(weight, bias)
+
+    def _kept(self, parts: Sequence[tuple[str, Size]], columns: Size) -> QuantisedWeight | None:
+        """Return matrices above one another as a file has them; None if they are read as plain."""
+        source, operations = self._source, self.operations
+        if not (isinstance(source, KeptValues) and isinstance(operations, KeepsValues)):
+            return None
+        found = []
+        for name, rows in parts:
+            places = self._find(f"{name}.weight", (rows, columns))
+            kept = source.kept(f"{name}.weight", operations.kept_bits, *places)
+            if kept is None:
+                return None
+            found.append(kept)
+        for name, _ in parts:
+            self._taken(f"{name}.weight")
+        return stacked(found)
+
+    def _keep(
+        self,
+        weight: QuantisedWeight,
+        parts: Sequence[tuple[str, Size]],
+        *,
+        has_bias: bool,
+        is_gated: bool = False,
+    ) -> Linear:
+        """Make one linear layer of values that are kept."""
+        if not isinstance(self.operations, KeepsValues):
+            raise InvariantError("values were kept for operations that do not take them")
+        bias = self._biases(parts) if has_bias else None
+        linear = self.operations.kept_linear(weight, bias, is_gated=is_gated)
+        self.weight_bytes += linear.num_bytes
+        return linear
 
     def _parameters(
         self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
@@ -262,20 +339,26 @@ class Loader:
     def _read(
         self, name: str, shape: Sequence[Size], dtype: torch.dtype | None = None
     ) -> torch.Tensor:
-        dtype = dtype or self._dtype
+        parts = self._find(name, shape)
+        tensor = self._source.read(name, dtype or self._dtype, *parts)
+        self._taken(name)
+        return tensor
+
+    def _find(self, name: str, shape: Sequence[Size]) -> tuple[range, ...]:
+        """Return what of a tensor is wanted, once it is known to be there; nothing if all is."""
         if name not in self._left:
             raise ModelError(f"tensor {name} is missing")
-        self._left.remove(name)
         extents = [Extent.full(size) if isinstance(size, int) else size for size in shape]
         found, wanted = self._source.shape(name), [extent.whole for extent in extents]
         if found != wanted:
             raise ModelError(f"tensor {name} is {found}, must be {wanted}")
         whole = all(extent.is_whole for extent in extents)
-        parts = () if whole else tuple(extent.mine for extent in extents)
-        tensor = self._source.read(name, dtype, *parts)
+        return () if whole else tuple(extent.mine for extent in extents)
+
+    def _taken(self, name: str) -> None:
+        self._left.remove(name)
         if self._progress is not None:
             self._progress(self._num_tensors - len(self._left), self._num_tensors)
-        return tensor
 
     def _place(
         self, tensors: Sequence[torch.Tensor], dtype: torch.dtype | None = None
@@ -290,3 +373,7 @@ class Loader:
             start += len(tensor)
         self.weight_bytes += target.numel() * target.element_size()
         return target
+
+
+def _whole(size: Size) -> int:
+    return size if isinstance(size, int) else size.whole

@@ -220,8 +220,6 @@ def _refuse_unknown_variants(fields: Fields, family: Family) -> None:
         name, known = "hidden_activation", "gelu_pytorch_tanh"
     if (activation := fields.text(name, known)) != known:
         raise unknown(name, activation, (known,))
-    if fields.has("quantization_config"):
-        raise ModelError("quantization_config is set: quantised weights are read from GGUF only")
     for name in ("attn_logit_softcapping", "final_logit_softcapping"):
         if fields.has(name):
             raise ModelError(f"{name} is {fields.number(name)}, must be null")

@@ -52,6 +52,16 @@ class StepColumns:
     """Multiplies dot products of queries and keys. None: D ** -0.5."""
 
 
+class Embedded(NamedTuple):
+    """Tokens of a step that have vectors of their own, whatever their ids."""
+
+    places: torch.Tensor
+    """[P] int64. Places in the step."""
+
+    vectors: torch.Tensor
+    """[P, E]"""
+
+
 class StepAttention(Protocol):
     """Attention of one step's tokens."""
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from kernels.quantised_linear import QuantisedLinear, quantise
+from kernels.quantised_linear import QuantisedLinear, QuantisedWeight, quantise
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Linear
 
@@ -12,7 +12,8 @@ class QuantisedOperations(NativeOperations):
 
     So has it in 4-bit files: with 4 its rounding would be most of the logits' error. A group of a
     Q4_1 file is found again, value for value, since it has both ends of its range; so is one of
-    Q8_0. Other weights are off by half a step.
+    Q8_0. Values that an AWQ, GPTQ or compressed-tensors checkpoint has are kept (`KeepsValues`).
+    Other weights are off by half a step.
     """
 
     __slots__ = ("_bits", "_dtype")
@@ -27,6 +28,19 @@ class QuantisedOperations(NativeOperations):
     def weight_dtype(self) -> torch.dtype:
         """Float32, lest values leave their grid on the way."""
         return torch.float32
+
+    @property
+    def kept_bits(self) -> int:
+        """As `KeepsValues.kept_bits`."""
+        return self._bits
+
+    def kept_linear(
+        self, weight: QuantisedWeight, bias: torch.Tensor | None, *, is_gated: bool = False
+    ) -> QuantisedLinear:
+        """Lay the values out, in a copy."""
+        return QuantisedLinear(
+            weight, bias, dtype=self._dtype, is_gated=is_gated, memory=self._memory
+        )
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False

@@ -7,12 +7,14 @@ from pathlib import Path
 import torch
 
 from kernels.checks import Scales
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.checkpoint import open_checkpoint
 from worker_svc.model.families import FAMILIES
 from worker_svc.model.loader import Loader, Progress
 from worker_svc.model.operations import Operations
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
+from worker_svc.model.quantised_weights import Dequantised, QuantisedWeights
 from worker_svc.model.torch_operations import TorchOperations
 
 
@@ -29,6 +31,9 @@ class LoadedModel:
     kv_scales: tuple[Scales, ...] | None = None
     """Of fp8 keys and values, layer by layer, if the checkpoint has them."""
 
+    dequantised: Dequantised | None = None
+    """None: the checkpoint's weights are plain, or all of them run as they are stored."""
+
 
 def load_model(
     path: Path,
@@ -37,10 +42,12 @@ def load_model(
     operations: Operations | None = None,
     ranks: OtherRanks | None = None,
     progress: Progress | None = None,
+    adapters: AdapterBank | None = None,
 ) -> LoadedModel:
     """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
 
-    With other ranks, load this rank's part; running it exchanges with them.
+    With other ranks, load this rank's part; running it exchanges with them. With `adapters`, its
+    layers take adapters of that bank; that needs the whole model.
 
     Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor;
         ConfigError if there are more ranks than can have a part.
@@ -49,9 +56,16 @@ def load_model(
     operations = operations or TorchOperations()
     config, source = open_checkpoint(path)
     with source as tensors:
-        loader = Loader(tensors, config, dtype, device, operations, ranks, progress)
+        loader = Loader(tensors, config, dtype, device, operations, ranks, progress, adapters)
         model = FAMILIES[config.family](loader)
         kv_scales = loader.kv_scales()
         loader.finish()
-    seconds = time.perf_counter() - started
-    return LoadedModel(model, loader.weight_bytes, seconds, ranks or NoOtherRanks(), kv_scales)
+        dequantised = tensors.dequantised if isinstance(tensors, QuantisedWeights) else None
+    return LoadedModel(
+        model,
+        loader.weight_bytes,
+        time.perf_counter() - started,
+        ranks or NoOtherRanks(),
+        kv_scales,
+        dequantised if dequantised and dequantised.num_matrices else None,
+    )

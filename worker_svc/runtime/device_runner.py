@@ -12,12 +12,11 @@ from worker_svc.model.causal_model import CausalModel
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.decode_batches import DecodeBatches
 from worker_svc.runtime.device_rows import DeviceRows, to_device
-from worker_svc.runtime.device_sampling import draw
-from worker_svc.runtime.kv_cache import KVCache
+from worker_svc.runtime.device_sampling import DeviceSampler, draw
 from worker_svc.runtime.launched_step import Launched, Sampled, TokensUnderWay, UnderWay
 from worker_svc.runtime.logit_rules import apply_rules
 from worker_svc.runtime.model_runner import ModelRunner
-from worker_svc.runtime.rows import Rows
+from worker_svc.runtime.sampling_columns import NO_PROMPT_LOGPROBS
 from worker_svc.runtime.step_plan import (
     Int64Array,
     StepPlan,
@@ -27,7 +26,6 @@ from worker_svc.runtime.step_plan import (
 )
 
 _NOT_FINITE = "the model's logits are not finite"
-_NOT_TOLD = "log-probabilities and vectors are asked for, which this device does not serve yet"
 
 
 class DeviceRunner:
@@ -37,6 +35,11 @@ class DeviceRunner:
     next step finds them, and travel to the host beside it. What a row's logits turned out to be
     is known when its step is collected; a row that failed is not run from then on, and what it
     sampled meanwhile is dropped.
+
+    A step in which a row tells more than tokens and candidates (log-probabilities, vectors),
+    verifies drafts or takes embeddings is run as on a CPU, by a `ModelRunner`: `launch` waits for
+    it. Its draws are the device's, so who shares a step with such a row samples what it would
+    have alone.
 
     Thread safety: one thread launches, another may collect, oldest step first.
     """
@@ -50,15 +53,17 @@ class DeviceRunner:
         "_lock",
         "_max_model_len",
         "_model",
+        "_waiting",
         "kv_cache",
         "rows",
     )
 
-    def __init__(self, model: CausalModel, kv_cache: KVCache, rows: Rows) -> None:
-        """Take empty rows. Graphs are recorded by `record_graphs`."""
-        max_rows, self._max_model_len = rows.tokens.shape
-        self.kv_cache = kv_cache
-        self.rows = rows
+    def __init__(self, model: CausalModel, waiting: ModelRunner) -> None:
+        """Take over rows and cache of a runner that has not run."""
+        max_rows, self._max_model_len = waiting.rows.tokens.shape
+        self.kv_cache = waiting.kv_cache
+        self.rows = rows = waiting.rows
+        self._waiting = waiting
         self._model = model
         self._device = model.device
         self._device_rows = DeviceRows(rows, model.device)
@@ -70,14 +75,7 @@ class DeviceRunner:
         self._generations: Int64Array = np.zeros(max_rows, dtype=np.int64)
         self._last_step_id = -1
         self._lock = threading.Lock()
-
-    @classmethod
-    def beside(cls, model: CausalModel, runner: ModelRunner) -> "DeviceRunner":
-        """Return what runs a model beside the host, with the cache of a runner that has not run."""
-        made = cls(model, runner.kv_cache, runner.rows)
-        if model.device.type == "cuda":
-            made.record_graphs()
-        return made
+        waiting.sampler = DeviceSampler(self._device_rows, model.device)
 
     @torch.inference_mode()
     def record_graphs(self) -> None:
@@ -107,29 +105,29 @@ class DeviceRunner:
                     f"step {plan.step_id} follows step {self._last_step_id} without a reset"
                 )
             self._last_step_id = plan.step_id
-            if plan.drafts:
-                raise InvariantError(
-                    "plan uses drafts, which a GPU's runner does not serve: --speculation off"
-                )
             self.rows.apply(plan)
-            self._refuse(plan)
+            self._waiting.fail_without_adapter(plan)
             self._count_generations(plan)
             self.kv_cache.copy_blocks(plan.copies)
             self._device_rows.follow(plan)
             running = self.rows.running()
             row_errors = self.rows.failed()
             prepared_ns = perf_counter_ns()
-            under_way = None
-            if len(running):
+            under_way, result = None, None
+            if self._must_wait(running):
+                result = self._wait_for(plan.step_id, running, started_ns)
+            elif len(running):
                 sampled = self._launch_rows(running)
                 self._expect_tokens(sampled.rows)
                 tokens = TokensUnderWay(sampled.tokens)
                 under_way = UnderWay(sampled, tokens, self._generations[sampled.rows])
-            return Launched(plan.step_id, under_way, row_errors, started_ns, prepared_ns)
+            return Launched(plan.step_id, under_way, row_errors, started_ns, prepared_ns, result)
 
     @torch.inference_mode()
     def collect(self, launched: Launched) -> StepResult:
         """Wait until a step has ended, and return what it brought. Call it once, in order."""
+        if launched.result is not None:
+            return launched.result
         if launched.under_way is None:
             return _idle(launched)
         sampled = launched.under_way.sampled
@@ -195,11 +193,34 @@ class DeviceRunner:
             if fork.row != fork.parent_row:
                 self._generations[fork.row] += 1
 
-    def _refuse(self, plan: StepPlan) -> None:
-        """Fail admitted rows that want more told than tokens and candidates."""
-        for entry in plan.admitted:
-            if entry.logprobs or entry.prompt_logprobs is not None or entry.pooling is not None:
-                self.rows.failures.setdefault(entry.row, _NOT_TOLD)
+    def _must_wait(self, running: Int64Array) -> bool:
+        """Return whether a row takes or tells what only a step that is waited for can."""
+        rows, params = self.rows, self.rows.sampling
+        return rows.embedded.are_of(running) or bool(
+            (
+                params.logprobs[running]
+                | (params.prompt_logprobs[running] != NO_PROMPT_LOGPROBS)
+                | (params.pooling[running] > 0)
+                | (rows.num_drafted[running] > 0)
+            ).any()
+        )
+
+    def _wait_for(self, step_id: int, running: Int64Array, started_ns: int) -> StepResult:
+        """Run a step with all tokens on the host, and give the device those it samples."""
+        self._fetch_tokens(running)
+        before = self.rows.num_tokens[running].copy()
+        result = self._waiting.run_rows(step_id, running, started_ns)
+        after = self.rows.num_tokens[running]
+        for row, start, end in zip(running.tolist(), before.tolist(), after.tolist(), strict=True):
+            sampled = self.rows.tokens[row, start:end].astype(np.int64)
+            self._device_rows.tokens[row, start:end] = self._place(sampled).int()
+        return result
+
+    def _fetch_tokens(self, rows: Int64Array) -> None:
+        """Let the host know the tokens that rows have sampled; the device has to end its steps."""
+        for row in rows.tolist():
+            count = int(self.rows.num_tokens[row])
+            self.rows.tokens[row, :count] = self._device_rows.tokens[row, :count].cpu().numpy()
 
     def _expect_tokens(self, rows: Int64Array) -> None:
         """Count the token that each row samples; the device alone knows which one."""
@@ -297,11 +318,9 @@ class DeviceRunner:
 
         Shapes: logits [S, V], changed in place; rows [S].
         """
-        host, params = self.rows, self.rows.sampling
-        for row in rows[params.is_ruled[rows]].tolist():
-            count = int(host.num_tokens[row])
-            host.tokens[row, :count] = self._device_rows.tokens[row, :count].cpu().numpy()
-        apply_rules(logits, rows, host.tokens, host.num_tokens, params.rules)
+        params = self.rows.sampling
+        self._fetch_tokens(rows[params.is_ruled[rows]])
+        apply_rules(logits, rows, self.rows.tokens, self.rows.num_tokens, params.rules)
 
     def _place(self, column: npt.NDArray[np.integer]) -> torch.Tensor:
         return to_device(column, self._device)

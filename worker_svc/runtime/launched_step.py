@@ -6,7 +6,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from worker_svc.runtime.step_plan import Int32Array, Int64Array
+from worker_svc.runtime.step_plan import Int32Array, Int64Array, StepResult
 
 
 class Sampled(NamedTuple):
@@ -66,7 +66,7 @@ class Launched:
 
     step_id: int
     under_way: UnderWay | None
-    """None: no row ran."""
+    """None: no row ran, or `result` is there."""
 
     row_errors: tuple[tuple[int, str], ...]
     """Rows that were to run and had failed before."""
@@ -74,3 +74,6 @@ class Launched:
     started_ns: int
     prepared_ns: int
     """When its changes were on their way to the device."""
+
+    result: StepResult | None = None
+    """What a step brought that could not be launched without waiting for it."""

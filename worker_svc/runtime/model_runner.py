@@ -8,18 +8,21 @@ import numpy.typing as npt
 import torch
 
 from worker_svc.errors import InvariantError
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
+from worker_svc.runtime import sampler
 from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.candidates import find_candidates
 from worker_svc.runtime.drafts import verify_drafts, with_verified
+from worker_svc.runtime.embedded_spans import EmbeddedSpans
 from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.logit_rules import apply_rules
 from worker_svc.runtime.logprobs import find_prompt_logprobs, sampled_logprobs
 from worker_svc.runtime.memory_budget import blocks_for
 from worker_svc.runtime.pooling import Pooler
 from worker_svc.runtime.rows import Rows
-from worker_svc.runtime.sampler import sample, sample_several
+from worker_svc.runtime.sampler import Sampler
 from worker_svc.runtime.step_inputs import StepInputs, build_step_inputs
 from worker_svc.runtime.step_plan import (
     Candidates,
@@ -59,7 +62,16 @@ class ModelRunner:
     others append the tokens it shares, and have no results.
     """
 
-    __slots__ = ("_last_step_id", "_model", "_pooler", "_ranks", "kv_cache", "rows")
+    __slots__ = (
+        "_adapters",
+        "_last_step_id",
+        "_model",
+        "_pooler",
+        "_ranks",
+        "kv_cache",
+        "rows",
+        "sampler",
+    )
 
     def __init__(
         self,
@@ -69,7 +81,9 @@ class ModelRunner:
         max_num_seqs: int,
         max_model_len: int,
         ranks: OtherRanks | None = None,
+        adapters: AdapterBank | None = None,
     ) -> None:
+        """Run rows with adapters of the bank that the model was loaded with, if it was."""
         tables = tuple(
             BlockTables(
                 max_num_seqs,
@@ -81,10 +95,14 @@ class ModelRunner:
             for group in model.config.kv_groups
         )
         self.kv_cache = kv_cache
-        self.rows = Rows(max_num_seqs, max_model_len, tables, model.config.vocab_size)
+        embedded = EmbeddedSpans(model.config.hidden_size, model.dtype, model.device)
+        vocab_size = model.config.vocab_size
+        self.rows = Rows(max_num_seqs, max_model_len, tables, vocab_size, embedded)
         self._model = model
+        self._adapters = adapters
         self._pooler = Pooler()
         self._ranks = ranks or NoOtherRanks()
+        self.sampler: Sampler = sampler
         self._last_step_id = -1
 
     def run(self, plan: StepPlan) -> StepResult:
@@ -100,18 +118,27 @@ class ModelRunner:
             )
         self._last_step_id = plan.step_id
         self.rows.apply(plan)
+        self.fail_without_adapter(plan)
         self.kv_cache.copy_blocks(plan.copies)
-        running = self.rows.running()
+        return self.run_rows(plan.step_id, self.rows.running(), started)
+
+    def run_rows(self, step_id: int, running: Int64Array, started: int) -> StepResult:
+        """Run rows that have applied a plan, and whose tokens are all known here.
+
+        `started`: when the step began, in nanoseconds. Shape: running [R], ascending.
+        """
         if not len(running):
             now = perf_counter_ns()
             return StepResult(
-                plan.step_id,
+                step_id,
                 no_int32(),
                 no_int32(),
                 _timing(started, now, now, now),
                 self.rows.failed(),
             )
         inputs = build_step_inputs(self.rows, running, self._model.device)
+        if self._adapters is not None:
+            self._adapters.begin(self.rows.adapter[running], self.rows.num_new_tokens[running])
         prepared = perf_counter_ns()
         hidden = self._compute(inputs)
         prompts = find_prompt_logprobs(self._model.logits, hidden, self.rows, running, self._ranks)
@@ -123,7 +150,7 @@ class ModelRunner:
         )
         sampled = self._sample(logits, inputs.sampling_rows)
         result = StepResult(
-            step_id=plan.step_id,
+            step_id=step_id,
             rows=sampled.rows,
             tokens=sampled.tokens,
             timing=_timing(started, prepared, computed, perf_counter_ns()),
@@ -136,6 +163,12 @@ class ModelRunner:
         )
         return result if verified is None else with_verified(result, verified)
 
+    def fail_without_adapter(self, plan: StepPlan) -> None:
+        """Fail admitted rows whose adapter is not here."""
+        for entry in plan.admitted:
+            if entry.adapter and not (self._adapters and self._adapters.has(entry.adapter)):
+                self.rows.failures[entry.row] = f"adapter {entry.adapter} is not loaded here"
+
     def _compute(self, inputs: StepInputs) -> torch.Tensor:
         """Return the hidden states of all tokens. Shape: [T, E]."""
         return self._model.forward(
@@ -146,6 +179,7 @@ class ModelRunner:
             inputs.block_tables,
             inputs.seq_lens,
             inputs.query_start_loc,
+            inputs.embedded,
         )
 
     def _sample(self, logits: torch.Tensor, rows: Int64Array) -> Sampled:
@@ -176,7 +210,9 @@ class ModelRunner:
             return Sampled(no_int32(), no_int32(), no_int32(), None, None)
         num_tokens, candidates = no_int32(), None
         if (params.num_samples[rows] > 1).any():
-            tokens, num_tokens = sample_several(scores, tokens, rows, positions, params)
+            tokens, num_tokens = self.sampler.sample_several(
+                scores, tokens, rows, positions, params
+            )
             params.num_samples[rows] = 1
         if params.num_candidates[rows].any():
             candidates = find_candidates(logits, params.num_candidates[rows])
@@ -194,7 +230,7 @@ class ModelRunner:
         if not self._ranks.shard.leads:
             tokens = self._ranks.share_tokens(np.empty(len(rows), dtype=np.int32))
             return tokens, tokens == _FAILED
-        tokens, failed = sample(scores, rows, positions, self.rows.sampling)
+        tokens, failed = self.sampler.sample(scores, rows, positions, self.rows.sampling)
         if raw_failed is not None:
             failed |= raw_failed
         self._ranks.share_tokens(np.where(failed, _FAILED, tokens))

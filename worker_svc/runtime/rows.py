@@ -5,6 +5,7 @@ import numpy.typing as npt
 
 from worker_svc.errors import InvariantError
 from worker_svc.runtime.block_tables import BlockTables
+from worker_svc.runtime.embedded_spans import EmbeddedSpans
 from worker_svc.runtime.forks import fork_columns
 from worker_svc.runtime.logit_rules import names_only
 from worker_svc.runtime.sampling_columns import SamplingColumns
@@ -31,7 +32,9 @@ class Rows:
     __slots__ = (
         "_known",
         "_vocab_size",
+        "adapter",
         "block_tables",
+        "embedded",
         "failures",
         "num_computed_tokens",
         "num_drafted",
@@ -42,9 +45,17 @@ class Rows:
     )
 
     def __init__(
-        self, max_rows: int, max_tokens: int, tables: tuple[BlockTables, ...], vocab: int
+        self,
+        max_rows: int,
+        max_tokens: int,
+        tables: tuple[BlockTables, ...],
+        vocab: int,
+        embedded: EmbeddedSpans | None = None,
     ) -> None:
-        """Make empty rows, with `tables` of each KV group. All tables of a row are equally long."""
+        """Make empty rows, with `tables` of each KV group. All tables of a row are equally long.
+
+        Without `embedded`, rows take no embeddings.
+        """
         # The operating system zeroes a page when it is first touched: unused length costs nothing.
         self.tokens: Int32Array = np.zeros((max_rows, max_tokens), dtype=np.int32)
         self.num_tokens: Int32Array = np.zeros(max_rows, dtype=np.int32)
@@ -53,6 +64,8 @@ class Rows:
         # Tokens behind the known ones that this step verifies.
         self.num_drafted: Int32Array = np.zeros(max_rows, dtype=np.int32)
         self.sampling = SamplingColumns(max_rows)
+        self.adapter: Int32Array = np.zeros(max_rows, dtype=np.int32)
+        self.embedded = embedded or EmbeddedSpans(0)
         self.block_tables = tables
         self.failures: dict[int, str] = {}
         self._known: npt.NDArray[np.bool_] = np.zeros(max_rows, dtype=np.bool_)
@@ -148,6 +161,7 @@ class Rows:
     def _forget(self, rows: Int32Array | Int64Array) -> None:
         self._known[rows] = False
         self.num_new_tokens[rows] = 0
+        self.embedded.forget(rows)
         self.sampling.forget(rows)
         if self.failures:
             for row in rows.tolist():
@@ -162,7 +176,8 @@ class Rows:
         if moved.any():
             longest = int(self.num_tokens[parents[moved]].max())
             self.tokens[rows[moved], :longest] = self.tokens[parents[moved], :longest]
-        for column in (self.num_tokens, self.num_computed_tokens, self.num_new_tokens):
+        progress = (self.num_tokens, self.num_computed_tokens, self.num_new_tokens)
+        for column in (*progress, self.adapter):
             column[rows] = column[parents]
         for tables in self.block_tables:
             tables.fork(rows, parents, forks.num_blocks)
@@ -213,9 +228,12 @@ class Rows:
         for tables, blocks in zip(self.block_tables, entry.block_tables, strict=True):
             tables.replace(row, blocks)
         self.sampling.write(row, entry)
+        self.adapter[row] = entry.adapter
         self.failures.pop(row, None)
         if not (entry.tokens.min() >= 0 and entry.tokens.max() < self._vocab_size):
             self.failures[row] = self._bad_token()
+        if (reason := self.embedded.replace(row, entry)) is not None:
+            self.failures[row] = reason
         if self.sampling.is_ruled[row] and not names_only(entry.sampling, self._vocab_size):
             self.failures[row] = self._bad_token()
 

@@ -6,6 +6,7 @@ import numpy as np
 import torch
 
 from worker_svc.errors import ConfigError
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.weights import LoadedModel
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
@@ -68,9 +69,14 @@ class RunnerLimits:
 
 
 def make_runner(
-    loaded: LoadedModel, limits: RunnerLimits, form: KvForm | None = None
+    loaded: LoadedModel,
+    limits: RunnerLimits,
+    form: KvForm | None = None,
+    adapters: AdapterBank | None = None,
 ) -> tuple[ModelRunner, MemoryReport]:
     """Give a loaded model an empty cache of some form (the run dtype's), and return what runs it.
+
+    With the adapters that its layers were loaded with, rows can use them.
 
     The memory of an older runner counts as taken as long as there is a reference to it.
 
@@ -105,6 +111,7 @@ def make_runner(
         max_num_seqs=limits.max_num_seqs,
         max_model_len=max_model_len,
         ranks=loaded.ranks,
+        adapters=adapters,
     )
     report = MemoryReport(
         weight_bytes=loaded.weight_bytes,

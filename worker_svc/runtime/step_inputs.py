@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from worker_svc.model.operations import Embedded
 from worker_svc.runtime.rows import Rows
 from worker_svc.runtime.step_plan import Int64Array
 
@@ -41,6 +42,9 @@ class StepInputs:
     last_tokens: torch.Tensor
     """[S] int64. Places in the step of the tokens whose logits are sampled from."""
 
+    embedded: Embedded | None = None
+    """Tokens that have vectors in place of their ids. None: no token has."""
+
 
 def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> StepInputs:
     """Return the tensors for running these rows. There must be at least one.
@@ -73,4 +77,5 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
         query_start_loc=place(query_start_loc.astype(np.int32)),
         sampling_rows=running[samples],
         last_tokens=place(query_start_loc[1:][samples] - 1),
+        embedded=rows.embedded.of_step(running, starts, seq_lens),
     )

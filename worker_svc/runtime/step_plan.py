@@ -78,6 +78,20 @@ class SamplingParams:
     """Sequences of tokens that the output must not have. None is empty."""
 
 
+@dataclass(frozen=True, slots=True)
+class EmbeddedSpan:
+    """Vectors that stand in place of some of a row's tokens."""
+
+    offset: int
+    """Position of the first."""
+
+    values: bytes
+    """Vectors of the model's hidden size, one behind the other."""
+
+    dtype: str
+    """Of torch, by its name: float16, float32 or bfloat16."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AdmittedRow:
     """Everything a worker needs to run a row it does not know."""
@@ -129,6 +143,12 @@ class AdmittedRow:
 
     pooling: Pooling | None = None
     """A pooled hidden state is wanted in place of a token."""
+
+    adapter: int = 0
+    """Slot of the adapter that changes its layers. 0: none."""
+
+    embeddings: tuple[EmbeddedSpan, ...] = ()
+    """In place of tokens, as far as they are not computed yet; in order of position."""
 
 
 class ForkedRow(NamedTuple):

@@ -10,6 +10,7 @@ from typing import Any, Final, NamedTuple, Self
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import InvariantError
 from worker_svc.service import wire
+from worker_svc.service.adapter_loading import AdapterLoading
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import LaunchRunner
 from worker_svc.service.plan_order import PlanOrder
@@ -43,9 +44,15 @@ class LaunchLoop:
     """
 
     def __init__(
-        self, runner: LaunchRunner, status: WorkerStatus, shutdown: Shutdown, log: Logger
+        self,
+        runner: LaunchRunner,
+        adapters: AdapterLoading,
+        status: WorkerStatus,
+        shutdown: Shutdown,
+        log: Logger,
     ) -> None:
         self._runner = runner
+        self._adapters = adapters
         self._status = status
         self._shutdown = shutdown
         self._log = log
@@ -66,6 +73,8 @@ class LaunchLoop:
                 match stream.receive(timeout_s=None):
                     case wire.ReceivedPlan() as received:
                         answers.expect(self._launch(received))
+                    case worker_pb2.AdapterChange() as change:
+                        self._adapters.take(change, stream.send_adapter_answer)
                     case worker_pb2.StopWorker():
                         self._log.info("the scheduler stops this worker")
                         break

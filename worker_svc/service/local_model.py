@@ -2,7 +2,7 @@
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
@@ -23,6 +23,7 @@ from worker_svc.runtime.start_up import RunnerLimits, make_runner
 from worker_svc.service.backends import check_block_size, choose_operations
 from worker_svc.service.devices import choose_dtype, describe_device, usable_devices
 from worker_svc.service.load_progress import LoadProgress
+from worker_svc.service.local_adapters import AdapterSettings, LocalAdapters
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import CacheLimits, StepRunner
 
@@ -42,6 +43,7 @@ class LocalSettings:
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
     quantization: str = "none"
+    adapters: AdapterSettings = field(default_factory=AdapterSettings)
 
 
 class LocalModel:
@@ -74,6 +76,7 @@ class LocalModel:
         self._head_dim = config.head_dim
         self._log = log
         self._loaded: LoadedModel | None = None
+        self.adapters = LocalAdapters(settings.adapters, self._dtype, self._torch_device)
         self._kv_form: KvForm | None = None
         self._ranks: OtherRanks | None = None
         self._usable = tuple((describe_device(device), device) for device in usable)
@@ -106,8 +109,9 @@ class LocalModel:
     def use(self, uuid: str) -> None:
         """As `ModelHost.use`."""
         for device, torch_device in self._usable:
-            if device.uuid == uuid:
+            if device.uuid == uuid and torch_device != self._torch_device:
                 self.device, self._torch_device = device, torch_device
+                self.adapters.move(torch_device)
 
     def load(self, ranks: OtherRanks | None = None) -> None:
         """Choose an attention backend, read the weights and find the KV scales, but only once.
@@ -115,6 +119,11 @@ class LocalModel:
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
         """
+        if ranks is not None and not ranks.shard.is_whole and self.adapters.bank is not None:
+            raise ConfigError(
+                f"adapter_dir is {self._settings.adapters.directory!r}, must be unset where "
+                f"tensor_parallel_size is above 1: it is {ranks.shard.world_size}"
+            )
         if self._loaded is None or self._ranks is not ranks:
             # Another part than before: what is there makes room first.
             self._loaded, self._ranks = None, ranks
@@ -125,10 +134,24 @@ class LocalModel:
             if bits := QUANTIZATION_BITS[self._settings.quantization]:
                 operations = QuantisedOperations(bits, self._dtype)
             progress = LoadProgress(sys.stderr, self._log)
-            self._loaded = load_model(self._path, self._dtype, device, operations, ranks, progress)
+            self._loaded = load_model(
+                self._path, self._dtype, device, operations, ranks, progress, self.adapters.bank
+            )
+            self._say_what_was_dequantised(self._loaded)
             self._kv_form = choose_kv_form(self._loaded, self._kv_dtype)
             if isinstance(operations, NativeOperations):
                 take_threads_from_torch()
+
+    def _say_what_was_dequantised(self, loaded: LoadedModel) -> None:
+        if (found := loaded.dequantised) is not None:
+            self._log.info(
+                "quantised weights were dequantised at loading",
+                quant_method=found.method,
+                matrices=found.num_matrices,
+                bytes_in_file=found.file_bytes,
+                bytes_if_dequantised=found.num_weights * self._dtype.itemsize,
+                dtype=str(self._dtype).removeprefix("torch."),
+            )
 
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache.
@@ -148,15 +171,19 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        runner, report = make_runner(self._loaded, runner_limits, self._kv_form)
-        # Ranks tell each other what was sampled, for which they wait.
-        if self._torch_device.type == "cpu" or not self._loaded.ranks.shard.is_whole:
+        runner, report = make_runner(self._loaded, runner_limits, self._kv_form, self.adapters.bank)
+        # Ranks tell each other what was sampled, for which they wait; and only a ModelRunner
+        # tells adapters which tokens are whose.
+        is_alone = self._loaded.ranks.shard.is_whole and self.adapters.bank is None
+        if self._torch_device.type == "cpu" or not is_alone:
             return runner, report
         check_block_size(limits.block_size)
         # Triton takes a second to import, and a worker on a CPU has no use for it.
         from worker_svc.runtime.device_runner import DeviceRunner  # noqa: PLC0415
 
-        return DeviceRunner.beside(self._loaded.model, runner), report
+        beside = DeviceRunner(self._loaded.model, runner)
+        beside.record_graphs()
+        return beside, report
 
 
 def set_threads(num_threads: int | None, *, leave_one: bool = False) -> None:

@@ -8,6 +8,7 @@ from pagemill.v1 import worker_pb2
 from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.runtime.memory_budget import MemoryReport
 from worker_svc.runtime.step_plan import StepPlan, StepResult
+from worker_svc.service.adapter_loading import AdapterHost
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,11 @@ class ModelHost(Protocol):
     @property
     def device(self) -> worker_pb2.Device:
         """Where it will run. A CPU's uuid is empty."""
+        ...
+
+    @property
+    def adapters(self) -> AdapterHost:
+        """What changes its layers for some rows."""
         ...
 
     @property

@@ -5,6 +5,7 @@ import time
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import InvariantError
 from worker_svc.service import wire
+from worker_svc.service.adapter_loading import AdapterLoading
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import StepRunner
 from worker_svc.service.plan_order import PlanOrder
@@ -21,6 +22,7 @@ class StepLoop:
     def __init__(
         self,
         runner: StepRunner,
+        adapters: AdapterLoading,
         status: WorkerStatus,
         shutdown: Shutdown,
         log: Logger,
@@ -30,6 +32,7 @@ class StepLoop:
         """Answer plans, or leave that to rank 0."""
         self._answers = answers
         self._runner = runner
+        self._adapters = adapters
         self._status = status
         self._shutdown = shutdown
         self._log = log
@@ -52,6 +55,8 @@ class StepLoop:
                             stream.send_result(result)
                         else:
                             stream.note_answered()
+                    case worker_pb2.AdapterChange() as change:
+                        self._adapters.take(change, stream.send_adapter_answer)
                     case worker_pb2.StopWorker():
                         self._log.info("the scheduler stops this worker")
                         break

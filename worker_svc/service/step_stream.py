@@ -66,7 +66,11 @@ class RefusedError(Exception):
 
 
 Incoming: TypeAlias = (
-    wire.ReceivedPlan | worker_pb2.JoinAck | worker_pb2.Rendezvous | worker_pb2.StopWorker
+    wire.ReceivedPlan
+    | worker_pb2.JoinAck
+    | worker_pb2.Rendezvous
+    | worker_pb2.AdapterChange
+    | worker_pb2.StopWorker
 )
 
 
@@ -163,6 +167,11 @@ class StepStream:
         self.note_answered()
         self._send(worker_pb2.JoinRequest(result=result))
 
+    def send_adapter_answer(self, answer: worker_pb2.AdapterAnswer) -> None:
+        """Say how a load ended, if somebody reads it still. From any thread."""
+        with contextlib.suppress(queue.Full):
+            self._outbox.put(worker_pb2.JoinRequest(adapter=answer), timeout=SEND_DEADLINE_S)
+
     def note_answered(self) -> None:
         """Count a plan as answered: rank 0 does it for all."""
         self._num_answered += 1
@@ -223,6 +232,8 @@ class StepStream:
                 return message.rendezvous
             case "stop":
                 return message.stop
+            case "adapter":
+                return message.adapter
             case _:
                 raise InvariantError("an empty message came from the scheduler")
 

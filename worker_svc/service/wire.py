@@ -4,18 +4,19 @@ The only place that packs or reads columns. A column is little-endian int32 in `
 (log-probabilities: float32); reading one makes a read-only view, not a copy.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
-from pagemill.v1 import worker_pb2
+from pagemill.v1 import generation_pb2, worker_pb2
 from worker_svc.errors import InvariantError
 from worker_svc.runtime.step_plan import (
     AdmittedRow,
     AppendedBlocks,
     BlockCopies,
     Draft,
+    EmbeddedSpan,
     Float32Array,
     ForkedRow,
     Int32Array,
@@ -31,11 +32,14 @@ FLOAT32 = np.dtype("<f4")
 MAX_KV_GROUPS = 64
 """More than any model has: a bound on what one number in a message can make us allocate."""
 
-PLAN_FEATURES_NOT_SERVED = ("transfers", "adapter_changes")
+PLAN_FEATURES_NOT_SERVED = ("transfers",)
 """Fields that change what later steps mean: a plan that uses one cannot be answered."""
 
-KV_FEATURES_NOT_SERVED = ("embeddings", "adapter")
-"""Fields of a row that change its keys and values: the plan cannot be answered either."""
+_ELEMENT_TYPES: Mapping[int, str] = {
+    generation_pb2.ELEMENT_TYPE_FLOAT16: "float16",
+    generation_pb2.ELEMENT_TYPE_FLOAT32: "float32",
+    generation_pb2.ELEMENT_TYPE_BFLOAT16: "bfloat16",
+}
 
 ROW_FEATURES_NOT_SERVED: dict[str, Callable[[worker_pb2.AdmittedRow], bool]] = {
     "guide_json": lambda row: bool(row.guide_json),
@@ -195,9 +199,6 @@ def _columns(**packed: bytes) -> tuple[Int32Array, ...]:
 
 
 def _read_admitted(row: worker_pb2.AdmittedRow) -> AdmittedRow:
-    for feature in KV_FEATURES_NOT_SERVED:
-        if getattr(row, feature):
-            raise InvariantError(f"row {row.row} uses {feature}, which this worker does not serve")
     return AdmittedRow(
         row=row.row,
         request_id=row.request_id,
@@ -210,6 +211,11 @@ def _read_admitted(row: worker_pb2.AdmittedRow) -> AdmittedRow:
         sequence_index=row.sequence_index,
         num_samples=max(1, row.num_samples),
         num_candidates=row.num_candidates,
+        adapter=row.adapter,
+        embeddings=tuple(
+            EmbeddedSpan(span.offset, span.embeddings, _ELEMENT_TYPES.get(span.element_type, ""))
+            for span in row.embeddings
+        ),
         logprobs=row.logprobs,
         prompt_logprobs=row.prompt_logprobs if row.HasField("prompt_logprobs") else None,
         pooling=_read_pooling(row) if row.pooled else None,

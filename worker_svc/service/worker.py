@@ -11,6 +11,7 @@ from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError, RanksLostError
 from worker_svc.model.shard import Shard
 from worker_svc.runtime.memory_budget import MemoryReport, startup_lines
+from worker_svc.service.adapter_loading import AdapterLoading
 from worker_svc.service.backoff import LONGEST_DELAY_S, Backoff
 from worker_svc.service.exit_status import ExitStatus
 from worker_svc.service.heartbeat import HeartbeatThread
@@ -82,6 +83,7 @@ class Worker:
         self._shutdown = shutdown
         self._log = log
         self._exit_now = exit_now
+        self._adapters = AdapterLoading(host.adapters, log)
         self._status = WorkerStatus()
         self._backoff = Backoff(secrets.SystemRandom().random)
         self._boot_id = secrets.randbits(64)
@@ -92,6 +94,10 @@ class Worker:
 
     def run(self) -> ExitStatus:
         """Serve until asked to stop, refused, or broken. Returns which."""
+        with contextlib.closing(self._adapters):
+            return self._run()
+
+    def _run(self) -> ExitStatus:
         while not self._shutdown.asked:
             try:
                 ended = self._serve_one_stream()
@@ -215,8 +221,10 @@ class Worker:
 
     def _loop(self, runner: StepRunner, shard: Shard) -> StepLoop | LaunchLoop:
         if isinstance(runner, LaunchRunner):
-            return LaunchLoop(runner, self._status, self._shutdown, self._log)
-        return StepLoop(runner, self._status, self._shutdown, self._log, answers=shard.leads)
+            return LaunchLoop(runner, self._adapters, self._status, self._shutdown, self._log)
+        return StepLoop(
+            runner, self._adapters, self._status, self._shutdown, self._log, answers=shard.leads
+        )
 
     def _prepare(self, assignment: Assignment) -> tuple[_Cache, int]:
         """Return a runner, made now if there is none, and how many blocks all ranks have."""

@@ -5,7 +5,7 @@ import sys
 
 import typer
 
-from pagemill.cli import bench, single_program
+from pagemill.cli import adapters, bench, single_program
 from pagemill.cli.chat import chat
 from pagemill.cli.complete import complete
 from pagemill.cli.demo import demo
@@ -35,6 +35,7 @@ def make_app() -> typer.Typer:
     app.command("pin")(pin)
     app.command("unpin")(unpin)
     app.command("demo")(demo)
+    app.add_typer(adapters.app, name="adapters")
     app.add_typer(bench.app, name="bench")
     app.command("version")(show_version)
     return app

@@ -13,6 +13,13 @@ _FORMS = re.compile(r"(\d{1,6})x(\d{1,7})[x/](\d{1,7})")
 _FIRST_TOKEN, _LAST_TOKEN = 100, 49_000
 
 
+MAX_REQUESTS = 4096
+"""As many as a server's queue takes, unless it is told otherwise."""
+
+MAX_PROMPT_TOKENS = 1 << 24
+"""Of all requests of a cell together. As Python's numbers they take some 600 MB."""
+
+
 @dataclass(frozen=True, slots=True)
 class Cell:
     """Requests that are all there at once, greedy, and run to their full length."""
@@ -30,7 +37,7 @@ class Cell:
     def parse(cls, text: str) -> Self:
         """Read `32x128x64` or `32x128/64`.
 
-        Raises: CliError if it is neither.
+        Raises: CliError if it is neither, or more than a client can hold at once.
         """
         found = _FORMS.fullmatch(text.strip())
         numbers = [int(part) for part in found.groups()] if found else [0]
@@ -40,7 +47,15 @@ class Cell:
                 "(or INPUT/OUTPUT), each at least 1, such as 32x128x64",
                 ExitStatus.USAGE,
             )
-        return cls(*numbers)
+        cell = cls(*numbers)
+        num_prompt_tokens = cell.num_requests * cell.input_len
+        if cell.num_requests > MAX_REQUESTS or num_prompt_tokens > MAX_PROMPT_TOKENS:
+            raise CliError(
+                f"cell is {text.strip()!r}, must have at most {MAX_REQUESTS} requests and "
+                f"{MAX_PROMPT_TOKENS} prompt tokens in all",
+                ExitStatus.USAGE,
+            )
+        return cell
 
     def __str__(self) -> str:
         """As `parse` reads it."""

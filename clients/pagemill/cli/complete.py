@@ -24,6 +24,7 @@ Chat = Annotated[bool, typer.Option("--chat", help="Use the model's chat templat
 # Options that are arguments of a generation as they are.
 _PASSED_ON = (
     "model",
+    "adapter",
     "max_tokens",
     "min_tokens",
     "temperature",
@@ -55,6 +56,7 @@ def complete(
     chat: Chat = False,
     system: options.System = None,
     model: options.ServedModel = "",
+    adapter: options.Adapter = "",
     max_tokens: options.MaxTokens = None,
     min_tokens: options.MinTokens = None,
     temperature: options.Temperature = None,

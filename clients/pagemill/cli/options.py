@@ -23,6 +23,8 @@ ServedModel = Annotated[str, Option("--model", help="A served name. Unset: the d
 Timeout = Annotated[float, Option(help="Seconds until the answer is given up.")]
 Json = Annotated[bool, Option("--json", help="Print one JSON object.")]
 
+Adapter = Annotated[str, Option(help="Name of a loaded adapter. Unset: none.")]
+
 # What a generation is asked to be. Unset: the model's default.
 MaxTokens = Annotated[int | None, Option(help="Most tokens to generate.")]
 Temperature = Annotated[float | None, Option(help="0 takes the most likely token.")]
@@ -105,6 +107,12 @@ KvEventsBuffer = Annotated[int | None, Option(help="Events kept for replay.")]
 KvCacheMetrics = Annotated[bool | None, Option(help="Measure how long blocks live.")]
 KvCacheMetricsSample = Annotated[float | None, Option(help="Share of blocks measured.")]
 HashSeed = Annotated[str | None, Option(help="Of block names; equal where names are compared.")]
+AdapterDir = Annotated[
+    str | None, Option(metavar="DIRECTORY", help="Adapters lie below it. Unset: none are loaded.")
+]
+MaxLoras = Annotated[int | None, Option(help="Most adapters at once.")]
+MaxLoraRank = Annotated[int | None, Option(help="Largest rank of an adapter.")]
+MaxEmbeddingBytes = Annotated[int | None, Option(help="Of embeddings that live requests hold.")]
 Speculation = Annotated[str | None, Option(help="off or prompt-lookup; changes no token.")]
 NumSpeculativeTokens = Annotated[int | None, Option(help="Most tokens of a draft.")]
 WorkerWait = Annotated[float | None, Option(help="Seconds requests wait for a worker.")]

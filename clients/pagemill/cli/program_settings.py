@@ -32,8 +32,10 @@ SCHEDULER_SETTINGS = frozenset(
         "log_format",
         "log_level",
         "long_prefill_token_threshold",
+        "max_embedding_bytes",
         "max_logprobs",
         "max_long_prefills",
+        "max_loras",
         "max_model_len",
         "max_num_batched_tokens",
         "max_pinned_share",
@@ -60,6 +62,7 @@ SCHEDULER_SETTINGS = frozenset(
 )
 WORKER_SETTINGS = frozenset(
     {
+        "adapter_dir",
         "attention_backend",
         "device",
         "dtype",
@@ -69,6 +72,7 @@ WORKER_SETTINGS = frozenset(
         "kv_cache_memory_bytes",
         "log_format",
         "log_level",
+        "max_lora_rank",
         "quantization",
         "threads",
     }

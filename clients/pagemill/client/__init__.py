@@ -1,6 +1,6 @@
 """The Python client: AsyncClient, Client, the events they yield and the errors they raise."""
 
-from pagemill.client.arguments import ChatArguments, GenerateArguments
+from pagemill.client.arguments import ChatArguments, EmbeddingSpan, GenerateArguments
 from pagemill.client.async_client import AsyncClient
 from pagemill.client.channel import Keepalive
 from pagemill.client.embedding import Embeddings
@@ -34,6 +34,7 @@ from pagemill.client.events import (
 from pagemill.client.retry import RetryPolicy
 from pagemill.client.server_facts import (
     AbortResult,
+    AdapterInfo,
     Load,
     ModelInfo,
     Pin,
@@ -48,6 +49,7 @@ from pagemill.client.sync_client import Client
 __all__ = [
     "AbortResult",
     "Accepted",
+    "AdapterInfo",
     "AlreadyExistsError",
     "AsyncClient",
     "CallCancelledError",
@@ -56,6 +58,7 @@ __all__ = [
     "Completion",
     "DeadlineExceededError",
     "Delta",
+    "EmbeddingSpan",
     "Embeddings",
     "Event",
     "FinishReason",

@@ -1,10 +1,27 @@
 """What a caller may ask of one generation."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, TypedDict
 
 JsonObject = Mapping[str, Any]
 """Members of a JSON object, as `json.dumps` takes them."""
+
+
+@dataclass(frozen=True, slots=True)
+class EmbeddingSpan:
+    """Embeddings in place of some tokens of a prompt, as a vision encoder makes them."""
+
+    offset: int
+    """Position of the first; the prompt's ids from there on are placeholders."""
+
+    content_id: str
+    """Identifies the content. Cached blocks are shared where id and embeddings are equal."""
+
+    embeddings: bytes
+    """Vectors of the model's hidden size, one behind the other, little-endian."""
+
+    element_type: Literal["float16", "float32", "bfloat16"] = "float32"
 
 
 class ChatArguments(TypedDict, total=False):
@@ -44,6 +61,12 @@ class GenerateArguments(ChatArguments, total=False):
 
     priority: int
     """Lower runs first, under a policy that looks at it."""
+
+    adapter: str
+    """Name of a loaded adapter; empty is none."""
+
+    embeddings: Sequence[EmbeddingSpan] | None
+    """In place of tokens, in order of position."""
 
     temperature: float | None
     """0 takes the most likely token."""

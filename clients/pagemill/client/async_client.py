@@ -19,7 +19,7 @@ from pagemill.client.channel import Keepalive, open_channel
 from pagemill.client.embedding import Embeddings, Pooling, embed_request, embeddings
 from pagemill.client.events import Collector, Completion, Event
 from pagemill.client.retry import Attempts, RetryPolicy
-from pagemill.client.server_facts import AbortResult, Load, ModelInfo, Pin, ServerInfo
+from pagemill.client.server_facts import AbortResult, AdapterInfo, Load, ModelInfo, Pin, ServerInfo
 from pagemill.v1 import (
     admin_pb2,
     admin_pb2_grpc,
@@ -225,6 +225,34 @@ class AsyncClient:
         Raises: NotFoundError if the pin has ended, or never was.
         """
         await self._unary(self._admin.Unpin, admin_pb2.UnpinRequest(pin_id=pin_id), timeout)
+
+    async def load_adapter(self, name: str, path: str, *, timeout: float | None = None) -> int:
+        """Load an adapter from below the workers' directory of adapters; return its generation.
+
+        Requests that run under this name end with what they began with.
+
+        Raises: InvalidArgumentError if a worker cannot load it; ResourceExhaustedError if as
+            many are loaded as may be.
+        """
+        request = admin_pb2.LoadAdapterRequest(name=name, path=path)
+        response = await self._unary(self._admin.LoadAdapter, request, timeout)
+        return response.generation
+
+    async def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
+        """Refuse an adapter to new requests, and return when none uses it any more.
+
+        Raises: NotFoundError if it is not loaded; DeadlineExceededError if some use it still: it
+            goes with the last of them.
+        """
+        request = admin_pb2.UnloadAdapterRequest(name=name)
+        await self._unary(self._admin.UnloadAdapter, request, timeout)
+
+    async def adapters(self, *, timeout: float | None = None) -> tuple[AdapterInfo, ...]:
+        """Return the adapters that requests can name, in order of name."""
+        response = await self._unary(
+            self._admin.ListAdapters, admin_pb2.ListAdaptersRequest(), timeout
+        )
+        return tuple(AdapterInfo(each.name, each.generation) for each in response.adapters)
 
     async def health(self, *, timeout: float | None = None) -> bool:
         """Tell whether the server can answer; it cannot while a worker loads, or draining."""

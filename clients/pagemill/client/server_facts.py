@@ -206,6 +206,16 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True)
+class AdapterInfo:
+    """An adapter that requests can name."""
+
+    name: str
+
+    generation: int
+    """Of the content under the name: a hash of its files."""
+
+
+@dataclass(frozen=True, slots=True)
 class AbortResult:
     """What an abort met."""
 

@@ -13,7 +13,7 @@ from pagemill.client.embedding import Embeddings, Pooling
 from pagemill.client.events import Completion, Event
 from pagemill.client.loop_thread import LoopThread
 from pagemill.client.retry import RetryPolicy
-from pagemill.client.server_facts import AbortResult, Load, ModelInfo, Pin, ServerInfo
+from pagemill.client.server_facts import AbortResult, AdapterInfo, Load, ModelInfo, Pin, ServerInfo
 
 
 class Client:
@@ -195,6 +195,18 @@ class Client:
     def unpin(self, pin_id: str, *, timeout: float | None = None) -> None:
         """Let go of a pinned prefix."""
         self._loop_thread.run(self._client.unpin(pin_id, timeout=timeout))
+
+    def load_adapter(self, name: str, path: str, *, timeout: float | None = None) -> int:
+        """Load an adapter; return its generation."""
+        return self._loop_thread.run(self._client.load_adapter(name, path, timeout=timeout))
+
+    def unload_adapter(self, name: str, *, timeout: float | None = None) -> None:
+        """Refuse an adapter to new requests, and return when none uses it any more."""
+        self._loop_thread.run(self._client.unload_adapter(name, timeout=timeout))
+
+    def adapters(self, *, timeout: float | None = None) -> tuple[AdapterInfo, ...]:
+        """Return the adapters that requests can name, in order of name."""
+        return self._loop_thread.run(self._client.adapters(timeout=timeout))
 
     def health(self, *, timeout: float | None = None) -> bool:
         """Tell whether the server can answer; it cannot while a worker loads, or draining."""

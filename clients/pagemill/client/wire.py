@@ -4,9 +4,10 @@ import json
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
+from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
-from pagemill.client.arguments import ChatArguments, GenerateArguments
+from pagemill.client.arguments import ChatArguments, EmbeddingSpan, GenerateArguments
 from pagemill.client.errors import InvalidArgumentError
 from pagemill.client.events import (
     Accepted,
@@ -34,7 +35,8 @@ from pagemill.v1 import control_pb2, generation_pb2, inference_pb2
 
 MessageT = TypeVar("MessageT", bound=Message)
 
-_PLAIN = ("model", "request_id", "tenant", "priority")
+_PROMPT = ("prompt", "messages", "embeddings")
+_PLAIN = ("model", "request_id", "tenant", "priority", "adapter")
 _SAMPLING = (
     "temperature",
     "top_k",
@@ -61,6 +63,11 @@ _EARLY_STOPPING = {
     True: generation_pb2.EARLY_STOPPING_TRUE,
     "never": generation_pb2.EARLY_STOPPING_NEVER,
 }
+_ELEMENT_TYPES = {
+    "float16": generation_pb2.ELEMENT_TYPE_FLOAT16,
+    "float32": generation_pb2.ELEMENT_TYPE_FLOAT32,
+    "bfloat16": generation_pb2.ELEMENT_TYPE_BFLOAT16,
+}
 _STOPPING = (
     "max_tokens",
     "min_tokens",
@@ -79,9 +86,15 @@ _OUTPUT = (
 )
 _CACHE = ("salt", "read_cache")
 _CHAT = ("tools", "template_arguments", "continue_last_message")
-_KNOWN = frozenset(
-    ("prompt", "messages", *_PLAIN, *_SAMPLING, *_BEAM, *_STOPPING, *_OUTPUT, *_CACHE, *_CHAT)
-)
+_KNOWN = frozenset((*_PROMPT, *_PLAIN, *_SAMPLING, *_BEAM, *_STOPPING, *_OUTPUT, *_CACHE, *_CHAT))
+
+# What a field of this type can hold at all. The server's own bounds lie within.
+_INTEGERS = {
+    FieldDescriptor.CPPTYPE_INT32: (-(2**31), 2**31 - 1),
+    FieldDescriptor.CPPTYPE_UINT32: (0, 2**32 - 1),
+    FieldDescriptor.CPPTYPE_INT64: (-(2**63), 2**63 - 1),
+    FieldDescriptor.CPPTYPE_UINT64: (0, 2**64 - 1),
+}
 
 _REASONS = {
     generation_pb2.FINISH_REASON_STOP: FinishReason.STOP,
@@ -119,12 +132,25 @@ def generate_request(arguments: GenerateArguments) -> inference_pb2.GenerateRequ
         request.token_ids.CopyFrom(
             _one_field(generation_pb2.TokenIds, "ids", given["prompt"], "prompt")
         )
+    request.embeddings.extend(_embeddings(span) for span in given.get("embeddings", ()))
     _fill(request.sampling, given, _SAMPLING)
     _fill_beam(request.beam, given)
     _fill(request.stopping, given, _STOPPING)
     _fill(request.output, given, _OUTPUT)
     _fill(request.cache, given, _CACHE)
     return request
+
+
+def _embeddings(span: EmbeddingSpan) -> generation_pb2.EmbeddingSpan:
+    fields = {name: getattr(span, name) for name in ("offset", "content_id", "embeddings")}
+    message = _message(generation_pb2.EmbeddingSpan, fields, fields)
+    if span.element_type not in _ELEMENT_TYPES:
+        raise InvalidArgumentError(
+            f"element_type is {span.element_type!r}, must be one of {', '.join(_ELEMENT_TYPES)}",
+            field="element_type",
+        )
+    message.element_type = _ELEMENT_TYPES[span.element_type]
+    return message
 
 
 def tokenize_request(
@@ -231,6 +257,12 @@ def _one_field(kind: type[MessageT], field: str, value: object, name: str) -> Me
     try:
         return kind(**{field: value})
     except (TypeError, ValueError) as error:
+        bounds = _INTEGERS.get(kind.DESCRIPTOR.fields_by_name[field].cpp_type)
+        if bounds is not None and isinstance(value, int):
+            low, high = bounds
+            raise InvalidArgumentError(
+                f"{name} is {value}, must be in [{low}, {high}]", field=name
+            ) from error
         # Text and lists can be long or secret; a number is what its caller needs to see.
         shown = f"{name} is {value!r}, which" if isinstance(value, int | float) else name
         raise InvalidArgumentError(f"{shown} cannot be sent: {error}", field=name) from error

@@ -157,9 +157,9 @@ class LoadAdapterRequest(_message.Message):
     NAME_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The name requests use."""
+    """The name requests use. At most 256 bytes of printable text, not empty."""
     path: _builtins.str
-    """Where every worker finds it."""
+    """Directory of a PEFT LoRA checkpoint, below the workers' --adapter-dir, relative to it."""
     def __init__(
         self,
         *,
@@ -180,7 +180,7 @@ class LoadAdapterResponse(_message.Message):
 
     GENERATION_FIELD_NUMBER: _builtins.int
     generation: _builtins.int
-    """Generation of the content under this name; part of the names of its blocks."""
+    """Generation of the content: a hash of its files; part of the names of its blocks."""
     def __init__(
         self,
         *,

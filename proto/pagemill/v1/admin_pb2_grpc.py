@@ -104,21 +104,30 @@ class AdminServicer:
         raise NotImplementedError('Method not implemented!')
 
     def LoadAdapter(self, request, context):
-        """Loads an adapter. Errors: UNIMPLEMENTED until served.
+        """Loads an adapter into every worker, and answers when requests can name it. A name that is
+        loaded already gets the new content: requests that run end with what they began with.
+        Errors: INVALID_ARGUMENT     name or path cannot be one
+        FAILED_PRECONDITION  no worker could load it; the message says why
+        RESOURCE_EXHAUSTED   as many are loaded as may be
+        UNAVAILABLE          no worker is ready, or it was lost meanwhile
+        DEADLINE_EXCEEDED    it took too long; nothing is loaded then
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def UnloadAdapter(self, request, context):
-        """Unloads an adapter. Errors: UNIMPLEMENTED until served.
+        """Unloads an adapter: requests are refused it at once, those that use it go on, and the answer
+        comes when the last has ended.
+        Errors: NOT_FOUND          no adapter of this name is loaded
+        DEADLINE_EXCEEDED  some requests use it still; it goes with the last of them
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListAdapters(self, request, context):
-        """Lists loaded adapters. Errors: UNIMPLEMENTED until served.
+        """Lists loaded adapters.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -48,11 +48,22 @@ class AdminStub:
     Unpin: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]
     """Lets go of a pinned prefix. Errors: NOT_FOUND if the pin has ended, or never was."""
     LoadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]
-    """Loads an adapter. Errors: UNIMPLEMENTED until served."""
+    """Loads an adapter into every worker, and answers when requests can name it. A name that is
+    loaded already gets the new content: requests that run end with what they began with.
+    Errors: INVALID_ARGUMENT     name or path cannot be one
+            FAILED_PRECONDITION  no worker could load it; the message says why
+            RESOURCE_EXHAUSTED   as many are loaded as may be
+            UNAVAILABLE          no worker is ready, or it was lost meanwhile
+            DEADLINE_EXCEEDED    it took too long; nothing is loaded then
+    """
     UnloadAdapter: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]
-    """Unloads an adapter. Errors: UNIMPLEMENTED until served."""
+    """Unloads an adapter: requests are refused it at once, those that use it go on, and the answer
+    comes when the last has ended.
+    Errors: NOT_FOUND          no adapter of this name is loaded
+            DEADLINE_EXCEEDED  some requests use it still; it goes with the last of them
+    """
     ListAdapters: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]
-    """Lists loaded adapters. Errors: UNIMPLEMENTED until served."""
+    """Lists loaded adapters."""
     FlushCache: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]
     """Forgets every cached prefix that no request uses; blocks in use lose their names."""
 
@@ -76,11 +87,22 @@ class AdminAsyncStub(AdminStub):
     Unpin: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnpinRequest, _admin_pb2.UnpinResponse]  # type: ignore[assignment]
     """Lets go of a pinned prefix. Errors: NOT_FOUND if the pin has ended, or never was."""
     LoadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.LoadAdapterRequest, _admin_pb2.LoadAdapterResponse]  # type: ignore[assignment]
-    """Loads an adapter. Errors: UNIMPLEMENTED until served."""
+    """Loads an adapter into every worker, and answers when requests can name it. A name that is
+    loaded already gets the new content: requests that run end with what they began with.
+    Errors: INVALID_ARGUMENT     name or path cannot be one
+            FAILED_PRECONDITION  no worker could load it; the message says why
+            RESOURCE_EXHAUSTED   as many are loaded as may be
+            UNAVAILABLE          no worker is ready, or it was lost meanwhile
+            DEADLINE_EXCEEDED    it took too long; nothing is loaded then
+    """
     UnloadAdapter: _aio.UnaryUnaryMultiCallable[_admin_pb2.UnloadAdapterRequest, _admin_pb2.UnloadAdapterResponse]  # type: ignore[assignment]
-    """Unloads an adapter. Errors: UNIMPLEMENTED until served."""
+    """Unloads an adapter: requests are refused it at once, those that use it go on, and the answer
+    comes when the last has ended.
+    Errors: NOT_FOUND          no adapter of this name is loaded
+            DEADLINE_EXCEEDED  some requests use it still; it goes with the last of them
+    """
     ListAdapters: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListAdaptersRequest, _admin_pb2.ListAdaptersResponse]  # type: ignore[assignment]
-    """Lists loaded adapters. Errors: UNIMPLEMENTED until served."""
+    """Lists loaded adapters."""
     FlushCache: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushCacheRequest, _admin_pb2.FlushCacheResponse]  # type: ignore[assignment]
     """Forgets every cached prefix that no request uses; blocks in use lose their names."""
 
@@ -125,7 +147,14 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.LoadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.LoadAdapterResponse, _abc.Awaitable[_admin_pb2.LoadAdapterResponse]]:
-        """Loads an adapter. Errors: UNIMPLEMENTED until served."""
+        """Loads an adapter into every worker, and answers when requests can name it. A name that is
+        loaded already gets the new content: requests that run end with what they began with.
+        Errors: INVALID_ARGUMENT     name or path cannot be one
+                FAILED_PRECONDITION  no worker could load it; the message says why
+                RESOURCE_EXHAUSTED   as many are loaded as may be
+                UNAVAILABLE          no worker is ready, or it was lost meanwhile
+                DEADLINE_EXCEEDED    it took too long; nothing is loaded then
+        """
 
     @_abc_1.abstractmethod
     def UnloadAdapter(
@@ -133,7 +162,11 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.UnloadAdapterRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.UnloadAdapterResponse, _abc.Awaitable[_admin_pb2.UnloadAdapterResponse]]:
-        """Unloads an adapter. Errors: UNIMPLEMENTED until served."""
+        """Unloads an adapter: requests are refused it at once, those that use it go on, and the answer
+        comes when the last has ended.
+        Errors: NOT_FOUND          no adapter of this name is loaded
+                DEADLINE_EXCEEDED  some requests use it still; it goes with the last of them
+        """
 
     @_abc_1.abstractmethod
     def ListAdapters(
@@ -141,7 +174,7 @@ class AdminServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListAdaptersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListAdaptersResponse, _abc.Awaitable[_admin_pb2.ListAdaptersResponse]]:
-        """Lists loaded adapters. Errors: UNIMPLEMENTED until served."""
+        """Lists loaded adapters."""
 
     @_abc_1.abstractmethod
     def FlushCache(

@@ -176,8 +176,8 @@ class Sampling(_message.Message):
     Default 0.
     """
     repetition_penalty: _builtins.float
-    """Divides positive and multiplies negative logits of tokens in prompt or output. Above 0.
-    Default 1: off.
+    """Divides positive and multiplies negative logits of tokens in prompt or output. Bounds
+    [1e-30, 1e30]. Default 1: off.
     """
     @_builtins.property
     def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
@@ -457,9 +457,13 @@ class EmbeddingSpan(_message.Message):
     offset: _builtins.int
     """Position in the prompt of the first embedding, which replaces that token id."""
     content_id: _builtins.str
-    """Identifies the content: equal ids must carry equal embeddings."""
+    """Identifies the content, for routers and events. Blocks are shared where id and embeddings
+    are equal. At most 256 bytes of printable text, not empty.
+    """
     embeddings: _builtins.bytes
-    """Rows of the model's hidden size, row after row, of the type below."""
+    """Rows of the model's hidden size, row after row, of the type below, little-endian and
+    finite. At least one row; all must lie within the prompt.
+    """
     element_type: Global___ElementType.ValueType
     """Element type of `embeddings`."""
     def __init__(

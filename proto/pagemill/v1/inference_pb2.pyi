@@ -114,7 +114,9 @@ class GenerateRequest(_message.Message):
 
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[_generation_pb2.EmbeddingSpan]:
-        """Embeddings in place of tokens. Empty: none."""
+        """Embeddings in place of tokens, in order of position, none over another. The prompt's ids
+        there are placeholders: whatever they are, the embeddings are computed. Empty: none.
+        """
 
     def __init__(
         self,

@@ -42,7 +42,7 @@ class InferenceStub:
     deadline pass, frees what the request holds within one step.
 
     Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
-            NOT_FOUND           no such model
+            NOT_FOUND           no such model, or no such adapter is loaded
             ALREADY_EXISTS      a live request of the tenant has this request_id
             UNIMPLEMENTED       a field of this version that the server does not serve yet
             RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
@@ -76,7 +76,7 @@ class InferenceAsyncStub(InferenceStub):
     deadline pass, frees what the request holds within one step.
 
     Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
-            NOT_FOUND           no such model
+            NOT_FOUND           no such model, or no such adapter is loaded
             ALREADY_EXISTS      a live request of the tenant has this request_id
             UNIMPLEMENTED       a field of this version that the server does not serve yet
             RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry
@@ -113,7 +113,7 @@ class InferenceServicer(metaclass=_abc_1.ABCMeta):
         deadline pass, frees what the request holds within one step.
 
         Errors: INVALID_ARGUMENT    a field is out of its bound, or the prompt can never fit
-                NOT_FOUND           no such model
+                NOT_FOUND           no such model, or no such adapter is loaded
                 ALREADY_EXISTS      a live request of the tenant has this request_id
                 UNIMPLEMENTED       a field of this version that the server does not serve yet
                 RESOURCE_EXHAUSTED  the queue is full, or the client reads too slowly; retry

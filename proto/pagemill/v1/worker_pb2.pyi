@@ -78,6 +78,7 @@ class JoinRequest(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     FAILURE_FIELD_NUMBER: _builtins.int
     LOADED_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___WorkerHello:
         """First, once."""
@@ -102,6 +103,10 @@ class JoinRequest(_message.Message):
     def loaded(self) -> Global___RankLoaded:
         """Once, where world_size is above 1: the rank can meet the others."""
 
+    @_builtins.property
+    def adapter(self) -> Global___AdapterAnswer:
+        """How the load of an adapter ended."""
+
     def __init__(
         self,
         *,
@@ -111,12 +116,13 @@ class JoinRequest(_message.Message):
         heartbeat: Global___Heartbeat | None = ...,
         failure: Global___WorkerFailure | None = ...,
         loaded: Global___RankLoaded | None = ...,
+        adapter: Global___AdapterAnswer | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "failure", b"failure", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["failure", b"failure", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "failure", b"failure", "heartbeat", b"heartbeat", "hello", b"hello", "loaded", b"loaded", "message", b"message", "ready", b"ready", "result", b"result"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result", "heartbeat", "failure", "loaded"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "ready", "result", "heartbeat", "failure", "loaded", "adapter"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -132,6 +138,7 @@ class JoinResponse(_message.Message):
     PLAN_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     RENDEZVOUS_FIELD_NUMBER: _builtins.int
+    ADAPTER_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def ack(self) -> Global___JoinAck:
         """First, once."""
@@ -148,6 +155,10 @@ class JoinResponse(_message.Message):
     def rendezvous(self) -> Global___Rendezvous:
         """Once, where world_size is above 1: every rank has loaded."""
 
+    @_builtins.property
+    def adapter(self) -> Global___AdapterChange:
+        """Load an adapter beside the steps, or drop one. Behind `ready`, or between plans."""
+
     def __init__(
         self,
         *,
@@ -155,12 +166,13 @@ class JoinResponse(_message.Message):
         plan: Global___StepPlan | None = ...,
         stop: Global___StopWorker | None = ...,
         rendezvous: Global___Rendezvous | None = ...,
+        adapter: Global___AdapterChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "plan", b"plan", "rendezvous", b"rendezvous", "stop", b"stop"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adapter", b"adapter", "message", b"message", "plan", b"plan", "rendezvous", b"rendezvous", "stop", b"stop"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "message", b"message", "plan", b"plan", "rendezvous", b"rendezvous", "stop", b"stop"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "adapter", b"adapter", "message", b"message", "plan", b"plan", "rendezvous", b"rendezvous", "stop", b"stop"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ack", "plan", "stop", "rendezvous"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["ack", "plan", "stop", "rendezvous", "adapter"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -613,7 +625,6 @@ class StepPlan(_message.Message):
     COPY_DESTINATIONS_FIELD_NUMBER: _builtins.int
     TRANSFERS_FIELD_NUMBER: _builtins.int
     DRAFTS_FIELD_NUMBER: _builtins.int
-    ADAPTER_CHANGES_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     SERIAL_ROWS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
@@ -660,10 +671,6 @@ class StepPlan(_message.Message):
     def drafts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Draft]:
         """Drafted tokens to verify."""
 
-    @_builtins.property
-    def adapter_changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___AdapterChange]:
-        """Adapters to load or drop before the forward pass."""
-
     def __init__(
         self,
         *,
@@ -681,13 +688,12 @@ class StepPlan(_message.Message):
         copy_destinations: _builtins.bytes = ...,
         transfers: _abc.Iterable[Global___BlockTransfer] | None = ...,
         drafts: _abc.Iterable[Global___Draft] | None = ...,
-        adapter_changes: _abc.Iterable[Global___AdapterChange] | None = ...,
         traceparent: _builtins.str = ...,
         serial_rows: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter_changes", b"adapter_changes", "admitted", b"admitted", "appended", b"appended", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "drafts", b"drafts", "epoch", b"epoch", "exception_num_computed_tokens", b"exception_num_computed_tokens", "exception_num_new_tokens", b"exception_num_new_tokens", "exception_rows", b"exception_rows", "forked", b"forked", "released_rows", b"released_rows", "reset", b"reset", "serial_rows", b"serial_rows", "step_id", b"step_id", "traceparent", b"traceparent", "transfers", b"transfers"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted", b"admitted", "appended", b"appended", "copy_destinations", b"copy_destinations", "copy_sources", b"copy_sources", "drafts", b"drafts", "epoch", b"epoch", "exception_num_computed_tokens", b"exception_num_computed_tokens", "exception_num_new_tokens", b"exception_num_new_tokens", "exception_rows", b"exception_rows", "forked", b"forked", "released_rows", b"released_rows", "reset", b"reset", "serial_rows", b"serial_rows", "step_id", b"step_id", "traceparent", b"traceparent", "transfers", b"transfers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -742,7 +748,7 @@ class AdmittedRow(_message.Message):
     prompt_logprobs: _builtins.int
     """Log-probabilities of prompt positions to report: unset none, else as in OutputOptions."""
     adapter: _builtins.int
-    """Adapter slot. 0: none."""
+    """Slot of the adapter that changes its layers. 0: none."""
     guide_json: _builtins.str
     """A form the output must have, compiled by the worker. Empty: free."""
     pooled: _builtins.bool
@@ -873,7 +879,7 @@ Global___RowSampling: _TypeAlias = RowSampling  # noqa: Y015
 
 @_typing.final
 class EmbeddingSpanRow(_message.Message):
-    """Embeddings in place of tokens of a row."""
+    """Embeddings in place of tokens of a row, as far as they are not in the cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -883,7 +889,7 @@ class EmbeddingSpanRow(_message.Message):
     offset: _builtins.int
     """Position of the first."""
     embeddings: _builtins.bytes
-    """Rows of the model's hidden size."""
+    """Rows of the model's hidden size, little-endian."""
     element_type: _builtins.int
     """As pagemill.v1.ElementType."""
     def __init__(
@@ -1054,33 +1060,69 @@ Global___Draft: _TypeAlias = Draft  # noqa: Y015
 
 @_typing.final
 class AdapterChange(_message.Message):
-    """An adapter to load or to drop."""
+    """An adapter to load, or to drop. A drop comes behind the last plan with a row of the slot, and is
+    not answered; a row of a slot comes only behind the answer that it is loaded.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     ADAPTER_FIELD_NUMBER: _builtins.int
     PATH_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
     adapter: _builtins.int
-    """Slot, from 1."""
+    """Slot, from 1. What is there is replaced."""
     path: _builtins.str
-    """Where to load it from. Empty: drop it."""
+    """Where to load it from, below the worker's directory of adapters. Empty: drop it."""
     generation: _builtins.int
-    """Generation of the content."""
+    """Generation of the content, where it is known: a worker that has it loads nothing. 0: unknown."""
+    number: _builtins.int
+    """Named again by the answer."""
     def __init__(
         self,
         *,
         adapter: _builtins.int = ...,
         path: _builtins.str = ...,
         generation: _builtins.int = ...,
+        number: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generation", b"generation", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generation", b"generation", "number", b"number", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___AdapterChange: _TypeAlias = AdapterChange  # noqa: Y015
+
+@_typing.final
+class AdapterAnswer(_message.Message):
+    """How the load of an adapter ended."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NUMBER_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    number: _builtins.int
+    """From AdapterChange."""
+    generation: _builtins.int
+    """Generation of the content that is loaded: a hash of its files, never 0. 0: nothing is."""
+    error: _builtins.str
+    """Why nothing is loaded: one sentence."""
+    def __init__(
+        self,
+        *,
+        number: _builtins.int = ...,
+        generation: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "generation", b"generation", "number", b"number"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___AdapterAnswer: _TypeAlias = AdapterAnswer  # noqa: Y015
 
 @_typing.final
 class StepResult(_message.Message):

@@ -56,6 +56,9 @@ class ModelFacts:
     eos_token_ids: frozenset[int]
     """Each of these ends an output. Empty: only bounds and stop strings do."""
 
+    hidden_size: int | None = None
+    """Elements of an embedding. None: the model's files do not tell."""
+
     num_heads: int | None = None
     """Query heads of a layer. None: the model's files do not say."""
 
@@ -101,6 +104,7 @@ def _from_gguf(header: GgufHeader) -> ModelFacts:
         architecture=architecture,
         max_position_embeddings=fields.required(fields.integer, f"{architecture}.context_length"),
         vocab_size=embedding[-1],
+        hidden_size=embedding[0],
         eos_token_ids=frozenset(
             id_ for key in _GGUF_EOS_IDS if (id_ := fields.integer(key)) is not None
         ),
@@ -156,6 +160,7 @@ def _from_directory(directory: Path) -> ModelFacts:
         architecture=config.required(config.text, "model_type"),
         max_position_embeddings=config.required(config.integer, "max_position_embeddings"),
         vocab_size=config.required(config.integer, "vocab_size"),
+        hidden_size=config.integer("hidden_size"),
         eos_token_ids=frozenset(eos or _ids_of_text(tokenizer, special_tokens.get("eos_token"))),
         num_heads=config.integer("num_attention_heads"),
         bos_token_id=bos[0] if bos else None,

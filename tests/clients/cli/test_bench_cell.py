@@ -9,7 +9,7 @@ from pagemill.cli.exit_status import CliError, ExitStatus
 
 PEERS = [[5452, 9407, 2922], [6037, 22587, 2603]]
 
-numbers = st.integers(1, 99_999)
+numbers = st.integers(1, 4096)
 
 
 @given(requests=numbers, prompt=numbers, output=numbers)
@@ -26,6 +26,14 @@ def test_what_is_no_cell_is_refused_with_an_example(text: str) -> None:
     with pytest.raises(CliError, match="such as 32x128x64") as caught:
         Cell.parse(text)
     assert caught.value.status == ExitStatus.USAGE
+
+
+@pytest.mark.parametrize("text", ["4097x1x1", "2x8388609x1", "999999x9999999x9999999"])
+def test_a_cell_that_no_memory_holds_is_refused_before_its_prompts_are_made(text: str) -> None:
+    with pytest.raises(CliError, match="at most 4096 requests and 16777216 prompt tokens") as caught:
+        Cell.parse(text)
+    assert caught.value.status == ExitStatus.USAGE
+    assert Cell.parse("4096x4096x1").num_requests == 4096
 
 
 def test_prompts_are_those_of_the_peers_scripts() -> None:

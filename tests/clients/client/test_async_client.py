@@ -11,6 +11,7 @@ from google.rpc import error_details_pb2
 
 from pagemill.client import (
     Accepted,
+    AdapterInfo,
     AlreadyExistsError,
     AsyncClient,
     CallCancelledError,
@@ -344,3 +345,14 @@ async def test_a_prefix_is_pinned_for_a_time_and_let_go(
     await client.unpin(pin.pin_id)
     with pytest.raises(NotFoundError, match="no such pin"):
         await client.unpin("p2")
+
+
+async def test_adapters_are_loaded_listed_and_unloaded(
+    client: AsyncClient, script: ScriptedServer
+) -> None:
+    assert await client.load_adapter("poet", "poets/one") == 0xABC
+    assert script.adapters == {"poet": "poets/one"}
+    assert await client.adapters() == (AdapterInfo("poet", 0xABC),)
+    await client.unload_adapter("poet")
+    with pytest.raises(NotFoundError, match="no such adapter"):
+        await client.unload_adapter("poet")

@@ -4,7 +4,7 @@ from typing import Any, cast
 
 import pytest
 
-from pagemill.client import InvalidArgumentError, wire
+from pagemill.client import EmbeddingSpan, InvalidArgumentError, wire
 from pagemill.client.arguments import GenerateArguments
 from pagemill.client.events import Delta, Finished, FinishReason, Summary, TokenLogprob
 from pagemill.v1 import generation_pb2, inference_pb2
@@ -14,6 +14,7 @@ VALUES: dict[str, Any] = {
     "request_id": "r1",
     "tenant": "a",
     "priority": -3,
+    "adapter": "poet",
     "temperature": 0.0,
     "top_k": -1,
     "top_p": 0.5,
@@ -74,6 +75,7 @@ def test_an_argument_lands_in_the_field_of_its_name(name: str) -> None:
 
 def test_the_tables_above_know_every_argument() -> None:
     prompts = {"prompt", "messages", "tools", "template_arguments", "continue_last_message"}
+    prompts |= {"embeddings"}  # below
     values = set(VALUES) | set(BEAM_VALUES)
     assert set(GenerateArguments.__annotations__) == values | prompts
 
@@ -159,6 +161,24 @@ def test_what_cannot_be_sent_is_named(arguments: dict[str, Any], field: str) -> 
     assert caught.value.field == field
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "bounds"),
+    [
+        ("max_tokens", -1, "[0, 4294967295]"),
+        ("logprobs", -1, "[0, 4294967295]"),
+        ("seed", 2**64, "[0, 18446744073709551615]"),
+        ("top_k", 2**31, "[-2147483648, 2147483647]"),
+        ("priority", 10**30, "[-2147483648, 2147483647]"),
+    ],
+)
+def test_a_number_that_no_field_holds_is_refused_with_the_bounds(
+    name: str, value: int, bounds: str
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        request(**{"prompt": "a", name: value})
+    assert str(caught.value) == f"{name} is {value}, must be in {bounds}"
+
+
 def test_a_prompt_is_not_repeated_in_an_error() -> None:
     with pytest.raises(InvalidArgumentError) as caught:
         request(prompt="secret \ud800")
@@ -196,3 +216,25 @@ def test_log_probabilities_and_stop_matches_arrive() -> None:
     assert failed == Finished(1, FinishReason.ERROR, None, None, None, "NaN")
     assert isinstance(summary, Summary)
     assert summary.prompt_logprobs == ((), expected)
+
+
+def test_embeddings_land_in_spans() -> None:
+    spans = [EmbeddingSpan(3, "cat", b"abcd"), EmbeddingSpan(9, "dog", b"ef", "bfloat16")]
+    first, second = request(prompt=[1] * 10, embeddings=spans).embeddings
+    assert (first.offset, first.content_id, first.embeddings) == (3, "cat", b"abcd")
+    assert first.element_type == generation_pb2.ELEMENT_TYPE_FLOAT32
+    assert (second.offset, second.content_id, second.embeddings) == (9, "dog", b"ef")
+    assert second.element_type == generation_pb2.ELEMENT_TYPE_BFLOAT16
+
+
+@pytest.mark.parametrize(
+    ("span", "field"),
+    [
+        (EmbeddingSpan(-1, "cat", b""), "offset"),
+        (EmbeddingSpan(0, "cat", cast(Any, "text")), "embeddings"),
+        (EmbeddingSpan(0, "cat", b"", cast(Any, "int8")), "element_type"),
+    ],
+)
+def test_a_span_that_cannot_be_sent_is_named(span: EmbeddingSpan, field: str) -> None:
+    with pytest.raises(InvalidArgumentError, match=field):
+        request(prompt=[1], embeddings=[span])

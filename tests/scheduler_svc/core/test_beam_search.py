@@ -8,14 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from scheduler_svc.core.beam_options import BeamOptions, EarlyStopping
 from scheduler_svc.core.beam_search import BeamSearch
-from scheduler_svc.core.request import (
-    BeamOptions,
-    EarlyStopping,
-    FinishReason,
-    Hypothesis,
-    Stopping,
-)
+from scheduler_svc.core.request import FinishReason, Hypothesis, Stopping
 from scheduler_svc.core.step_plan import Float32Array, Int32Array
 
 Model = Callable[[tuple[int, ...]], Float32Array]

@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from fake_worker import FakeWorker, generate_alone, search_alone
 from scheduler_bench import ROOT, Bench, bench, limits, request
+from scheduler_svc.core.beam_options import BeamOptions, EarlyStopping
 from scheduler_svc.core.errors import InvalidRequestError
-from scheduler_svc.core.request import BeamOptions, EarlyStopping, FinishReason, Request
+from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.step_plan import Candidates, StepResult
 from scheduler_svc.core.victims import VICTIM_POLICIES

@@ -4,7 +4,8 @@ import pytest
 
 from scheduler_bench import BLOCK_SIZE, Bench, bench, limits, request
 from scheduler_svc.core.hit_rate import HitRateWindow
-from scheduler_svc.core.request import MissReason, Request
+from scheduler_svc.core.miss_reason import MissReason
+from scheduler_svc.core.request import Request
 from scheduler_svc.core.scheduler import Scheduler
 
 

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from fake_worker import generate_alone, search_alone
 from scheduler_bench import Bench, bench, grouped_bench, limits, request
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.block_pool import BlockPool
 from scheduler_svc.core.errors import NeverFitsError
 from scheduler_svc.core.free_block_queue import NULL_BLOCK
@@ -16,7 +17,7 @@ from scheduler_svc.core.kv_events import BlockRemoved, BlocksStored, KvEventLog
 from scheduler_svc.core.kv_groups import FULL_ATTENTION, KvGroup
 from scheduler_svc.core.kv_memory import KvMemory
 from scheduler_svc.core.length_limit import length_limit
-from scheduler_svc.core.request import BeamOptions, FinishReason, Request
+from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.scheduler import Scheduler
 from scheduler_svc.core.victims import VICTIM_POLICIES
 from scheduler_svc.core.waiting_queue import waiting_queue

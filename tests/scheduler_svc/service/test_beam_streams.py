@@ -8,8 +8,9 @@ import pytest
 from engine_bench import NUM_BLOCKS, Bench, running
 from engine_door_use import ask, read_all, submission, until
 from fake_worker import generate_alone, search_alone
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.errors import InvalidRequestError
-from scheduler_svc.core.request import BeamOptions, FinishReason, RequestKey, Stopping
+from scheduler_svc.core.request import FinishReason, RequestKey, Stopping
 from scheduler_svc.service.engine_door import Submission
 
 PROMPT = [0, 1, 2, 0, 1]

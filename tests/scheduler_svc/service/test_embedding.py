@@ -150,6 +150,27 @@ async def test_a_full_queue_is_told_as_for_any_request(served: Loopback) -> None
     assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
+@pytest.mark.parametrize("most_waiting", [1, 8])
+async def test_a_call_longer_than_the_queue_is_answered(
+    served: Loopback, most_waiting: int
+) -> None:
+    served.door.most_waiting = most_waiting
+    served.door.step_s = 0.001
+    response = await served.inference.Embed(EmbedRequest(tokens=tokens(*[[1]] * 40)), timeout=20)
+    assert len(response.vectors) == 40
+    assert served.door.most_live == most_waiting
+    await eventually(lambda: not served.door.live)
+
+
+async def test_a_call_that_waits_for_room_is_freed_when_it_is_cancelled(served: Loopback) -> None:
+    served.door.most_waiting = 1
+    served.door.step_s = 30.0
+    call = served.inference.Embed(EmbedRequest(texts=texts("a", "b", "c")))
+    await eventually(lambda: len(served.door.submissions) == 3)
+    call.cancel()
+    await eventually(lambda: not served.door.live)
+
+
 async def test_a_cancelled_call_frees_what_its_inputs_hold(served: Loopback) -> None:
     served.door.step_s = 30.0
     call = served.inference.Embed(EmbedRequest(texts=texts("a", "b")))

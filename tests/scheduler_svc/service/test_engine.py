@@ -18,7 +18,8 @@ from scheduler_svc.core.errors import (
     QueueFullError,
     UnavailableError,
 )
-from scheduler_svc.core.request import FinishReason, MissReason, Request
+from scheduler_svc.core.miss_reason import MissReason
+from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.step_pace import StepPace
 
 

@@ -18,11 +18,11 @@ from grpc_answers import eventually
 from pagemill.v1.generation_pb2 import Sampling, Stopping
 from pagemill.v1.inference_pb2 import CacheOptions, GenerateRequest
 from scheduler_svc.core.free_block_queue import BlockId
-from scheduler_svc.core.request import MissReason
+from scheduler_svc.core.miss_reason import MissReason
 from scheduler_svc.core.residency import Residency
-from scheduler_svc.service.engine_door import CacheState
 from scheduler_svc.service.metrics import LoadCollector, ResidencyMetrics, StepMetrics, new_registry
 from scheduler_svc.service.metrics_http import serve_metrics
+from scheduler_svc.service.server_state import CacheState
 from step_records import step_record
 
 Values = dict[tuple[str, str], float]

@@ -11,7 +11,6 @@ from front_end_loopback import EOS, MAX_MODEL_LEN, VOCAB_SIZE, facts, front_end
 from pagemill.v1.generation_pb2 import (
     EARLY_STOPPING_NEVER,
     BeamSearch,
-    EmbeddingSpan,
     Guide,
     Sampling,
     Stopping,
@@ -24,9 +23,9 @@ from pagemill.v1.inference_pb2 import (
     GenerateRequest,
     OutputOptions,
 )
+from scheduler_svc.core.beam_options import BeamOptions, EarlyStopping
 from scheduler_svc.core.errors import InvalidRequestError, NotServedError, UnknownModelError
 from scheduler_svc.core.reports import Reports
-from scheduler_svc.core.request import BeamOptions, EarlyStopping
 from scheduler_svc.core.request import Sampling as CoreSampling
 from scheduler_svc.errors import ConfigError
 from scheduler_svc.service.engine_door import Submission
@@ -128,7 +127,9 @@ INVALID = [
     (with_sampling(n=0), "sampling.n", "is 0, must be at least 1"),
     (with_sampling(presence_penalty=3), "sampling.presence_penalty", "3.0"),
     (with_sampling(frequency_penalty=-3), "sampling.frequency_penalty", "-3.0"),
-    (with_sampling(repetition_penalty=0), "sampling.repetition_penalty", "must be in (0, ∞)"),
+    (with_sampling(repetition_penalty=0), "sampling.repetition_penalty", "in [1e-30, 1e+30]"),
+    (with_sampling(repetition_penalty=1e-40), "sampling.repetition_penalty", "is 1e-40, must"),
+    (with_sampling(repetition_penalty=1e300), "sampling.repetition_penalty", "is 1e+300, must"),
     (with_sampling(repetition_penalty=INFINITY), "sampling.repetition_penalty", "inf"),
     (with_sampling(logit_bias={272: 1}), "sampling.logit_bias", "the id 272"),
     (with_sampling(logit_bias={-1: 1}), "sampling.logit_bias", "the id -1"),
@@ -216,9 +217,7 @@ def beams_and(**fields: object) -> GenerateRequest:
 
 
 NOT_SERVED = [
-    (asking(adapter="lora"), "adapter"),
     (asking(guide=Guide(regex="a+")), "guide"),
-    (GenerateRequest(token_ids=PROMPT, embeddings=[EmbeddingSpan(content_id="x")]), "embeddings"),
     (beams_and(sampling=Sampling(presence_penalty=1)), "sampling.presence_penalty"),
     (beams_and(sampling=Sampling(frequency_penalty=-1)), "sampling.frequency_penalty"),
     (beams_and(sampling=Sampling(repetition_penalty=1.1)), "sampling.repetition_penalty"),

@@ -44,7 +44,7 @@ async def test_a_slow_reader_loses_its_request_and_no_other(
     async with running(Bench()) as bench, bench.door.open(slow) as stream:
         await until(lambda: not bench.scheduler.has_work)
         assert await ask(bench.door, "fast", [2], 30) == generate_alone([2], 30, frozenset())
-        with pytest.raises(SlowReaderError):
+        with pytest.raises(SlowReaderError, match="more than 20 tokens"):
             await read(stream)
         assert bench.holds_nothing()
 

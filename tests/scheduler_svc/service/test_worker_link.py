@@ -58,6 +58,9 @@ class Owner:
     def step_arrived(self, link: WorkerLink, step: StepArrived) -> None:
         pass
 
+    def adapter_answered(self, link: WorkerLink, answer: worker_pb2.AdapterAnswer) -> None:
+        pass
+
     def worker_gone(self, link: WorkerLink, reason: str) -> None:
         self.gone.append(reason)
 

@@ -9,6 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pagemill.v1 import worker_pb2
+from scheduler_svc.core.block_hash import ContentSpan
+from scheduler_svc.core.embedded_span import EmbeddedSpan
 from scheduler_svc.core.reports import Pooling
 from scheduler_svc.core.request import Sampling
 from scheduler_svc.core.step_plan import (
@@ -47,6 +49,12 @@ samplings = st.builds(
     allowed_token_ids=st.lists(ids, max_size=3).map(tuple),
     bad_words=st.lists(st.lists(ids, min_size=1, max_size=3).map(tuple), max_size=2).map(tuple),
 )
+# A test's vectors have 8 bytes.
+spans = st.builds(
+    lambda start, values: EmbeddedSpan(ContentSpan("", start, len(values) // 8), values, 2),
+    uint32,
+    st.integers(1, 3).flatmap(lambda count: st.binary(min_size=8 * count, max_size=8 * count)),
+)
 admitted_rows = st.builds(
     AdmittedRow,
     row=uint32,
@@ -60,6 +68,8 @@ admitted_rows = st.builds(
     sequence_index=uint32,
     num_samples=st.integers(1, 2**32 - 1),
     num_candidates=uint32,
+    adapter=uint32,
+    embeddings=st.lists(spans, max_size=2).map(tuple),
     logprobs=st.booleans(),
     prompt_logprobs=st.none() | uint32,
     pooling=st.none() | st.sampled_from(Pooling),
@@ -102,7 +112,7 @@ def plain(value: object) -> object:
         return value.dtype.str, value.tolist()
     if isinstance(value, tuple):
         return tuple(plain(part) for part in value)
-    if isinstance(value, StepPlan | AdmittedRow | AppendedBlocks | ForkedRow):
+    if isinstance(value, StepPlan | AdmittedRow | AppendedBlocks | ForkedRow | EmbeddedSpan):
         return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     return value
 

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from scheduler_svc.core.beam_options import BeamOptions
 from scheduler_svc.core.beam_search import BeamSearch, Continuation
-from scheduler_svc.core.request import BeamOptions, Stopping
+from scheduler_svc.core.request import Stopping
 from scheduler_svc.simulate.beam_forks import (
     BEAM_WIDTHS,
     Parents,

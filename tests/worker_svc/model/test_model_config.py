@@ -94,7 +94,6 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "'yarn'.*default, linear, llama3"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor is 0.5"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"sliding_window": 4096}, "sliding_window is 4096, must be null"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"hidden_size": "big"}, "hidden_size is 'big', must be a positive integer"),

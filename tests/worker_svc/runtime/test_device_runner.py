@@ -15,13 +15,13 @@ import torch
 from launching import launching, reference_sampler
 from plan_driver import PlanDriver, Sequence, int32, make_plan
 from tiny_families import write_family
-from tiny_llama import VOCAB, write_tiny_llama
+from tiny_llama import HIDDEN, VOCAB, write_tiny_llama
 from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime.decode_batches import batch_sizes
 from worker_svc.runtime.device_runner import DeviceRunner
 from worker_svc.runtime.start_up import RunnerLimits, make_runner
-from worker_svc.runtime.step_plan import AdmittedRow, ForkedRow, SamplingParams
+from worker_svc.runtime.step_plan import AdmittedRow, EmbeddedSpan, ForkedRow, SamplingParams
 
 BLOCK_SIZE = 4
 LIMITS = RunnerLimits(
@@ -139,6 +139,28 @@ def test_a_row_that_fails_is_told_of_in_every_step_under_way_and_harms_none_afte
     assert runner.run(make_plan(3)).rows.tolist() == [0, 1]
 
 
+def test_who_shares_a_step_with_a_row_that_makes_it_wait_samples_the_same(
+    loaded: LoadedModel, runner: DeviceRunner
+) -> None:
+    seeded = admission(0, [5, 6, 7], SamplingParams(temperature=1.2, seed=3))
+    telling = replace(admission(1, [8, 9], SamplingParams()), logprobs=True)
+    plans = [
+        make_plan(0, admitted=[seeded]),
+        make_plan(1, admitted=[telling]),
+        make_plan(2),
+        make_plan(3, released=[1]),
+        make_plan(4),
+    ]
+    launched = [runner.launch(plan) for plan in plans]
+    results = [runner.collect(step) for step in launched]
+    assert [result.token_logprobs is not None for result in results] == [False, True, True] + [
+        False
+    ] * 2
+    alone = PlanDriver(launching(loaded, make_runner(loaded, LIMITS)[0]))
+    expected = alone.generate(Sequence([5, 6, 7], seeded.sampling), len(plans))
+    assert [int(result.tokens[0]) for result in results] == expected
+
+
 def test_a_row_that_failed_is_not_run_again(runner: DeviceRunner) -> None:
     runner.run(make_plan(0, admitted=[admission(0, [5, VOCAB], SamplingParams())]))
     result = runner.run(make_plan(1))
@@ -189,3 +211,18 @@ def test_batches_of_any_size_are_at_most_a_fifth_padding(most: int) -> None:
     for rows in range(9, most + 1):
         size = next(size for size in sizes if size >= rows)
         assert size - rows <= 0.2 * size
+
+
+@pytest.mark.parametrize("wants", ["adapter", "embeddings"])
+def test_a_row_with_an_adapter_or_embeddings_fails_alone(runner: DeviceRunner, wants: str) -> None:
+    span = EmbeddedSpan(0, np.zeros(HIDDEN, dtype=np.float32).tobytes(), "float32")
+    plain = admission(0, [5, 6], SamplingParams())
+    wanting = (
+        replace(plain, adapter=1) if wants == "adapter" else replace(plain, embeddings=(span,))
+    )
+    well = admission(1, [5, 6], SamplingParams())
+    result = runner.run(make_plan(0, admitted=[wanting, well]))
+    ((row, reason),) = result.row_errors
+    assert row == 0
+    assert reason.startswith("adapters and embeddings are not served")
+    assert result.rows.tolist() == [1]

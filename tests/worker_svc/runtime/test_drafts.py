@@ -1,12 +1,14 @@
 """A row with a draft keeps exactly what it would have sampled, one step after the other."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import TypeAlias
 
 import numpy as np
 import pytest
 import torch
 
-from plan_driver import PlanDriver, Sequence, int32, make_plan
+from plan_driver import AnyRunner, PlanDriver, Sequence, int32, make_plan
 from tiny_llama import VOCAB, write_tiny_llama
 from worker_svc.errors import InvariantError
 from worker_svc.model.weights import LoadedModel, load_model
@@ -23,6 +25,8 @@ from worker_svc.runtime.step_plan import (
     StepTiming,
 )
 
+Kind: TypeAlias = Callable[[LoadedModel, ModelRunner], AnyRunner]
+
 PROMPT = [5, 6, 7, 8, 9, 5, 6]
 COUNT = 12
 GREEDY = SamplingParams()
@@ -35,15 +39,15 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> LoadedModel:
     return load_model(path, torch.float32, torch.device("cpu"))
 
 
-def new_runner(loaded: LoadedModel) -> ModelRunner:
+def new_runner(loaded: LoadedModel, kind: Kind) -> AnyRunner:
     limits = RunnerLimits(
         block_size=4, max_num_seqs=4, max_model_len=40, num_gpu_blocks_override=40
     )
-    return make_runner(loaded, limits)[0]
+    return kind(loaded, make_runner(loaded, limits)[0])
 
 
-def alone(loaded: LoadedModel, sampling: SamplingParams) -> list[int]:
-    return PlanDriver(new_runner(loaded)).generate(Sequence(PROMPT, sampling), COUNT)
+def alone(loaded: LoadedModel, kind: Kind, sampling: SamplingParams) -> list[int]:
+    return PlanDriver(new_runner(loaded, kind)).generate(Sequence(PROMPT, sampling), COUNT)
 
 
 def admit(row: int, sampling: SamplingParams) -> AdmittedRow:
@@ -71,10 +75,10 @@ def outputs(result: StepResult) -> dict[int, list[int]]:
 @pytest.mark.parametrize("sampling", [GREEDY, DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize("num_right", [0, 1, 3])
 def test_what_is_kept_is_what_would_have_been_sampled(
-    loaded: LoadedModel, sampling: SamplingParams, num_right: int
+    loaded: LoadedModel, kind: Kind, sampling: SamplingParams, num_right: int
 ) -> None:
-    expected = alone(loaded, sampling)
-    runner = new_runner(loaded)
+    expected = alone(loaded, kind, sampling)
+    runner = new_runner(loaded, kind)
     output = runner.run(make_plan(0, reset=True, admitted=[admit(1, sampling)])).tokens.tolist()
     assert output == expected[:1]
     step_id, computed = 1, len(PROMPT)
@@ -92,9 +96,9 @@ def test_what_is_kept_is_what_would_have_been_sampled(
     assert runner.run(make_plan(step_id)).tokens.tolist() == [expected[len(output)]]
 
 
-def test_rows_with_and_without_drafts_share_a_step(loaded: LoadedModel) -> None:
-    greedy, drawn = alone(loaded, GREEDY), alone(loaded, DRAWN)
-    runner = new_runner(loaded)
+def test_rows_with_and_without_drafts_share_a_step(loaded: LoadedModel, kind: Kind) -> None:
+    greedy, drawn = alone(loaded, kind, GREEDY), alone(loaded, kind, DRAWN)
+    runner = new_runner(loaded, kind)
     admitted = [admit(0, GREEDY), admit(1, DRAWN), admit(2, GREEDY), admit(3, DRAWN)]
     runner.run(make_plan(0, reset=True, admitted=admitted))
     computed = len(PROMPT)
@@ -121,17 +125,19 @@ def test_rows_with_and_without_drafts_share_a_step(loaded: LoadedModel) -> None:
     ],
 )
 def test_a_draft_that_does_not_fit_its_row_stops_the_worker(
-    loaded: LoadedModel, new: int, draft: list[int], message: str
+    loaded: LoadedModel, kind: Kind, new: int, draft: list[int], message: str
 ) -> None:
-    runner = new_runner(loaded)
+    runner = new_runner(loaded, kind)
     runner.run(make_plan(0, reset=True, admitted=[admit(1, GREEDY)]))
     plan = make_plan(1, exceptions=[(1, len(PROMPT), new)])
     with pytest.raises(InvariantError, match=message):
         runner.run(with_drafts(plan, {1: draft}))
 
 
-def test_logits_that_are_no_numbers_fail_the_row_with_a_draft(loaded: LoadedModel) -> None:
-    runner = new_runner(loaded)
+def test_logits_that_are_no_numbers_fail_the_row_with_a_draft(
+    loaded: LoadedModel, kind: Kind
+) -> None:
+    runner = new_runner(loaded, kind)
     runner.run(make_plan(0, reset=True, admitted=[admit(1, GREEDY), admit(2, GREEDY)]))
     for layer in runner.kv_cache.layers:
         layer.v[1 + 8] = float("nan")

@@ -1,5 +1,6 @@
 """What a runner tells of tokens, prompts and rows, however their steps are cut."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 from transformers import LlamaForCausalLM
 
 import transformers_oracle as oracle
-from plan_driver import int32, make_plan
+from plan_driver import AnyRunner, int32, make_plan
 from tiny_llama import VOCAB, write_tiny_llama
 from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import LoadedModel, load_model
@@ -39,7 +40,7 @@ def theirs(directory: Path) -> LlamaForCausalLM:
 
 
 @pytest.fixture
-def runner(loaded: LoadedModel) -> ModelRunner:
+def runner(loaded: LoadedModel, kind: Callable[[LoadedModel, ModelRunner], AnyRunner]) -> AnyRunner:
     limits = RunnerLimits(
         block_size=4, max_num_seqs=4, max_model_len=256, num_gpu_blocks_override=90
     )
@@ -47,7 +48,7 @@ def runner(loaded: LoadedModel) -> ModelRunner:
     for layer in made.kv_cache.layers:
         for cache in layer[:2]:
             cache.fill_(float("nan"))
-    return made
+    return kind(loaded, made)
 
 
 def admission(row: int, new: int, computed: int = 0, **asked: Any) -> AdmittedRow:
@@ -66,7 +67,7 @@ def admission(row: int, new: int, computed: int = 0, **asked: Any) -> AdmittedRo
     )
 
 
-def in_chunks(runner: ModelRunner, chunks: list[int], **asked: Any) -> list[StepResult]:
+def in_chunks(runner: AnyRunner, chunks: list[int], **asked: Any) -> list[StepResult]:
     """Run the prompt of row 1 in chunks; the last is what is left."""
     results = [runner.run(make_plan(0, admitted=[admission(1, chunks[0], **asked)]))]
     done = chunks[0]
@@ -114,7 +115,7 @@ def test_rows_that_did_not_ask_have_zeros_and_cost_nothing() -> None:
 @pytest.mark.parametrize("chunks", [[130], [1, 1, 127], [64, 65], [100, 3, 20], [129]])
 @pytest.mark.parametrize("count", [0, 2])
 def test_a_prompt_is_told_of_once_and_as_transformers_has_it(
-    runner: ModelRunner, theirs: LlamaForCausalLM, chunks: list[int], count: int
+    runner: AnyRunner, theirs: LlamaForCausalLM, chunks: list[int], count: int
 ) -> None:
     results = in_chunks(runner, chunks, prompt_logprobs=count)
     parts = [part for result in results for part in result.prompt_logprobs]
@@ -133,7 +134,7 @@ def test_a_prompt_is_told_of_once_and_as_transformers_has_it(
     )
 
 
-def test_a_row_whose_prompt_is_no_number_fails_alone(runner: ModelRunner) -> None:
+def test_a_row_whose_prompt_is_no_number_fails_alone(runner: AnyRunner) -> None:
     """It claims that a token is computed which is not, and so reads NaN."""
     bad = admission(0, 129, computed=1, prompt_logprobs=1, logprobs=True)
     good = admission(1, 130, logprobs=True)
@@ -145,7 +146,7 @@ def test_a_row_whose_prompt_is_no_number_fails_alone(runner: ModelRunner) -> Non
     assert result.token_logprobs.ranks.tolist() == [1]
 
 
-def test_a_row_that_rules_out_every_token_fails_with_that_reason(runner: ModelRunner) -> None:
+def test_a_row_that_rules_out_every_token_fails_with_that_reason(runner: AnyRunner) -> None:
     rules = SamplingParams(allowed_token_ids=int32(5), bad_words=(int32(5),))
     rows = [admission(0, 130, sampling=rules, logprobs=True), admission(1, 130)]
     result = runner.run(make_plan(0, admitted=rows))
@@ -154,7 +155,7 @@ def test_a_row_that_rules_out_every_token_fails_with_that_reason(runner: ModelRu
     assert reason == "no token may be drawn: the request's own rules leave none"
 
 
-def test_a_rule_that_names_no_token_fails_its_row(runner: ModelRunner) -> None:
+def test_a_rule_that_names_no_token_fails_its_row(runner: AnyRunner) -> None:
     rules = SamplingParams(stop_token_ids=int32(VOCAB), min_tokens=2)
     rows = [admission(0, 130, sampling=rules), admission(1, 130)]
     result = runner.run(make_plan(0, admitted=rows))
@@ -169,22 +170,22 @@ def states(theirs: LlamaForCausalLM) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("chunks", [[130], [1, 128], [64, 65], [7, 7, 7]])
-@pytest.mark.parametrize("kind", Pooling)
+@pytest.mark.parametrize("pooling", Pooling)
 def test_a_pooled_row_gives_one_vector_at_its_end_and_no_token(
-    runner: ModelRunner, theirs: LlamaForCausalLM, chunks: list[int], kind: Pooling
+    runner: AnyRunner, theirs: LlamaForCausalLM, chunks: list[int], pooling: Pooling
 ) -> None:
-    results = in_chunks(runner, chunks, pooling=kind)
+    results = in_chunks(runner, chunks, pooling=pooling)
     assert all(not len(result.tokens) and not len(result.rows) for result in results)
     assert [len(result.vectors) for result in results] == [0] * (len(results) - 1) + [1]
     [vector] = results[-1].vectors
     hidden = states(theirs)
-    expected = hidden[-1] if kind is Pooling.LAST else hidden.mean(dim=0)
+    expected = hidden[-1] if pooling is Pooling.LAST else hidden.mean(dim=0)
     assert vector.row == 1
     np.testing.assert_allclose(vector.values, expected.numpy(), atol=2e-5)
 
 
 def test_a_mean_that_begins_behind_the_start_or_is_no_number_fails_its_row(
-    runner: ModelRunner,
+    runner: AnyRunner,
 ) -> None:
     rows = [
         admission(0, 128, computed=2, pooling=Pooling.MEAN),
@@ -199,7 +200,7 @@ def test_a_mean_that_begins_behind_the_start_or_is_no_number_fails_its_row(
 
 
 def test_a_row_pooled_again_begins_its_sum_anew(
-    runner: ModelRunner, theirs: LlamaForCausalLM
+    runner: AnyRunner, theirs: LlamaForCausalLM
 ) -> None:
     """As after a preemption in the middle of its prompt."""
     runner.run(make_plan(0, admitted=[admission(1, 50, pooling=Pooling.MEAN)]))

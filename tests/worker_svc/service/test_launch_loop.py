@@ -126,3 +126,18 @@ def rows_that_failed(connection: Connection) -> list[int]:
     result = connection.hear("result")
     assert int.from_bytes(result.tokens, "little") in {0, 2}
     return [error.row for error in result.errors]
+
+
+def test_an_adapter_is_answered_while_steps_run() -> None:
+    device = Device()
+    host = device.host()
+    host.adapters.generations = {"poet": 77}
+    with ScriptedScheduler() as scheduler, running_worker(host, scheduler.address):
+        connection = scheduler.accept()
+        connection.take()
+        connection.plan(0)
+        connection.adapter(adapter=1, path="poet", number=1)
+        answer = connection.hear("adapter")
+        assert (answer.number, answer.generation, answer.error) == (1, 77, "")
+        device.let_run(1)
+        assert connection.hear("result").step_id == 0

@@ -14,6 +14,7 @@ from worker_svc.errors import InvariantError
 from worker_svc.runtime.logit_rules import read_rules
 from worker_svc.runtime.step_plan import (
     Candidates,
+    EmbeddedSpan,
     Int32Array,
     Pooling,
     PromptLogprobs,
@@ -371,12 +372,6 @@ def test_what_is_told_of_tokens_prompts_and_rows_is_written() -> None:
     ("feature", "changes"),
     [
         ("transfers", {"transfers": [worker_pb2.BlockTransfer()]}),
-        ("adapter_changes", {"adapter_changes": [worker_pb2.AdapterChange()]}),
-        ("adapter", {"admitted": [worker_pb2.AdmittedRow(adapter=1)]}),
-        (
-            "embeddings",
-            {"admitted": [worker_pb2.AdmittedRow(embeddings=[worker_pb2.EmbeddingSpanRow()])]},
-        ),
     ],
 )
 def test_each_feature_that_changes_rows_or_keys_and_is_not_served_stops_the_plan(
@@ -384,6 +379,17 @@ def test_each_feature_that_changes_rows_or_keys_and_is_not_served_stops_the_plan
 ) -> None:
     with pytest.raises(InvariantError, match=f"uses {feature}, which this worker does not serve"):
         wire.read_plan(worker_pb2.StepPlan(**changes))
+
+
+def test_a_rows_adapter_and_embeddings_are_read() -> None:
+    spans = [
+        worker_pb2.EmbeddingSpanRow(offset=3, embeddings=b"abcd", element_type=2),
+        worker_pb2.EmbeddingSpanRow(offset=9, embeddings=b"ef", element_type=77),
+    ]
+    row = worker_pb2.AdmittedRow(tokens=encode([1]), adapter=5, embeddings=spans)
+    (read,) = wire.read_plan(worker_pb2.StepPlan(admitted=[row])).admitted
+    assert read.adapter == 5
+    assert read.embeddings == (EmbeddedSpan(3, b"abcd", "float32"), EmbeddedSpan(9, b"ef", ""))
 
 
 def test_every_field_of_a_plan_is_read_or_refused() -> None:
@@ -394,7 +400,7 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
     }
     read_plan = {
         *{"step_id", "epoch", "reset", "released_rows", "forked", "admitted", "appended"},
-        *{"copy_sources", "copy_destinations"},
+        *{"copy_sources", "copy_destinations", "drafts"},
         *{"exception_rows", "exception_num_computed_tokens", "exception_num_new_tokens"},
     }
     assert {field.name for field in worker_pb2.StepPlan.DESCRIPTOR.fields} == (
@@ -404,16 +410,12 @@ def test_every_field_of_a_plan_is_read_or_refused() -> None:
         *{"row", "request_id", "tokens", "block_tables", "sampling", "sequence_index"},
         *{"num_prompt_tokens", "num_computed_tokens", "num_new_tokens"},
         *{"num_samples", "num_candidates", "logprobs", "prompt_logprobs", "pooled", "pooling"},
+        *{"adapter", "embeddings"},
     }
     read_sampling = {field.name for field in worker_pb2.RowSampling.DESCRIPTOR.fields}
     fields = {field.name for field in worker_pb2.AdmittedRow.DESCRIPTOR.fields}
     fields |= {field.name for field in worker_pb2.RowSampling.DESCRIPTOR.fields}
-    assert fields == (
-        read_row
-        | read_sampling
-        | set(wire.ROW_FEATURES_NOT_SERVED)
-        | set(wire.KV_FEATURES_NOT_SERVED)
-    )
+    assert fields == (read_row | read_sampling | set(wire.ROW_FEATURES_NOT_SERVED))
 
 
 def test_drafts_are_read_row_by_row() -> None:
