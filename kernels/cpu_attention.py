@@ -4,6 +4,7 @@ import ctypes
 
 import torch
 
+from kernels import cpu_threads
 from kernels.checks import (
     Scales,
     check_attention_options,
@@ -111,7 +112,7 @@ def attend(
         window=window or 0,
         dtype=TYPES[q.dtype],
         kv_dtype=TYPES[k_cache.dtype],
-        num_threads=num_threads or torch.get_num_threads(),
+        num_threads=num_threads or cpu_threads.num_threads(),
         scale=scale,
         soft_cap=soft_cap or 0.0,
     )

@@ -15,7 +15,7 @@ from typing import Final
 import torch
 
 SOURCES: Final = Path(__file__).parent / "cpu"
-FLAGS: Final = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-shared",
+FLAGS: Final = ("-std=c++17", "-O3", "-march=native", "-fno-math-errno", "-pthread", "-shared",
                 "-fPIC", "-w")  # fmt: skip
 TIMEOUT_S: Final = 600.0
 """For the compiler, which takes some six seconds of processor time."""
@@ -89,7 +89,7 @@ def _fingerprint(compiler: str, flags: tuple[str, ...]) -> str:
     for source in sorted(SOURCES.iterdir()):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
     version = _run((compiler, "--version")).partition("\n")[0]
-    for part in (compiler, version, *flags, *_openmp(), _processor()):
+    for part in (compiler, version, *flags, _processor()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:20]
 
@@ -100,16 +100,10 @@ def _compile(compiler: str, flags: tuple[str, ...], path: Path) -> None:
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             made = Path(folder) / "kernels.so"
             source = str(SOURCES / "kernels.cpp")
-            _run((compiler, *flags, source, "-o", str(made), *_openmp()))
+            _run((compiler, *flags, source, "-o", str(made)))
             made.replace(path)
     except OSError as error:
         raise NoNativeCodeError(f"{path.parent} cannot be written: {error}") from error
-
-
-def _openmp() -> tuple[str, ...]:
-    """Return torch's own OpenMP library, if it brings one: two pools of threads would fight."""
-    folder = Path(torch.__file__).parent / "lib"
-    return tuple(str(path) for path in sorted(folder.glob("libgomp*.so*"))[:1])
 
 
 def _processor() -> str:

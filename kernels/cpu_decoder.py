@@ -7,6 +7,7 @@ from typing import Final
 
 import torch
 
+from kernels import cpu_threads
 from kernels.checks import ACTIVATIONS, Scales, check_cache, check_contiguous
 from kernels.cpu_attention import AttentionArguments
 from kernels.cpu_build import TYPES
@@ -163,7 +164,7 @@ class Decoder:
 
     def _place(self, step: DecoderStep, T: int) -> None:
         rotary, attention = self._arguments.rotary, self._arguments.attention
-        rotary.T, rotary.num_threads = T, torch.get_num_threads()
+        rotary.T, rotary.num_threads = T, cpu_threads.num_threads()
         rotary.cos, rotary.sin = step.cos.data_ptr(), step.sin.data_ptr()
         rotary.slot_mapping = step.slot_mapping.data_ptr()
         attention.num_threads = rotary.num_threads

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from kernels import reference_layers
+from kernels import cpu_threads, reference_layers
 from kernels.checks import (
     ACTIVATIONS,
     Store,
@@ -35,6 +35,7 @@ RotaryArguments = _structure(
 _RmsNorm = _structure("RmsNorm", "x weight residual out", "x_stride T E dtype num_threads", "eps")
 _NormHeads = _structure("NormHeads", "x weight", "x_stride T H D dtype num_threads", "eps")
 _SiluAndMul = _structure("SiluAndMul", "gate_up out", "stride T I dtype num_threads")
+_Widen = _structure("Widen", "x out", "count dtype num_threads")
 
 
 def rotary(
@@ -76,7 +77,7 @@ def rotary(
     arguments = RotaryArguments(
         q=q.data_ptr(), k=k.data_ptr(), cos=cos.data_ptr(), sin=sin.data_ptr(),
         q_stride=q.stride(0), k_stride=k.stride(0), T=T, H=H, G=G, D=D,
-        dtype=TYPES[q.dtype], kv_dtype=TYPES[q.dtype], num_threads=torch.get_num_threads(),
+        dtype=TYPES[q.dtype], kv_dtype=TYPES[q.dtype], num_threads=cpu_threads.num_threads(),
     )  # fmt: skip
     if store is not None:
         arguments.v = store.v.data_ptr()
@@ -149,7 +150,7 @@ def rms_norm(
     arguments = _RmsNorm(
         x=x.data_ptr(), weight=weight.data_ptr(), out=out.data_ptr(), x_stride=x.stride(0),
         residual=None if residual is None else residual.data_ptr(),
-        T=T, E=E, dtype=TYPES[x.dtype], num_threads=torch.get_num_threads(), eps=eps,
+        T=T, E=E, dtype=TYPES[x.dtype], num_threads=cpu_threads.num_threads(), eps=eps,
     )  # fmt: skip
     code.pagemill_rms_norm(ctypes.byref(arguments))
     return out
@@ -181,7 +182,7 @@ def norm_heads(
         return
     arguments = _NormHeads(
         x=x.data_ptr(), weight=weight.data_ptr(), x_stride=x.stride(0), T=T, H=H, D=D,
-        dtype=TYPES[x.dtype], num_threads=torch.get_num_threads(), eps=eps,
+        dtype=TYPES[x.dtype], num_threads=cpu_threads.num_threads(), eps=eps,
     )  # fmt: skip
     code.pagemill_norm_heads(ctypes.byref(arguments))
 
@@ -213,6 +214,31 @@ def gelu_and_mul(
     return out
 
 
+def widen(x: torch.Tensor, *, code: ctypes.CDLL | None = None) -> torch.Tensor:
+    """Return x in fp32, exactly. Shape: any; what is fp32 already is returned as it is.
+
+    Not torch's conversion: its OpenMP threads wake for it, and spin on behind it on cores that the
+    threads of native code need.
+
+    Raises: ValueError if `x` is not fp32, bf16 or fp16, contiguous, on a CPU.
+    """
+    if x.dtype not in ACTIVATIONS:
+        raise ValueError(f"x is {x.dtype}, must be float32, bfloat16 or float16")
+    check_contiguous(x=x)
+    if x.device.type != "cpu":
+        raise ValueError(f"x is on {x.device}, must be on a CPU")
+    code = code or native_code()
+    if x.dtype == torch.float32 or code is None:
+        return x.float()
+    out = torch.empty_like(x, dtype=torch.float32)
+    arguments = _Widen(
+        x=x.data_ptr(), out=out.data_ptr(), count=x.numel(), dtype=TYPES[x.dtype],
+        num_threads=cpu_threads.num_threads(),
+    )  # fmt: skip
+    code.pagemill_widen(ctypes.byref(arguments))
+    return out
+
+
 def _activation(
     gate_up: torch.Tensor, out: torch.Tensor | None
 ) -> tuple[ctypes.Structure, torch.Tensor]:
@@ -229,6 +255,6 @@ def _activation(
     check_device(gate_up, out=out)
     arguments = _SiluAndMul(
         gate_up=gate_up.data_ptr(), out=out.data_ptr(), stride=gate_up.stride(0), T=T, I=I,
-        dtype=TYPES[gate_up.dtype], num_threads=torch.get_num_threads(),
+        dtype=TYPES[gate_up.dtype], num_threads=cpu_threads.num_threads(),
     )  # fmt: skip
     return arguments, out

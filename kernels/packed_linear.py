@@ -5,7 +5,7 @@ import ctypes
 import torch
 from torch.nn import functional
 
-from kernels import reference_layers
+from kernels import cpu_threads, reference_layers
 from kernels.checks import ACTIVATIONS
 from kernels.cpu_build import TYPES, native_code
 from kernels.native_linear import NativeLinear, native_linear
@@ -109,7 +109,7 @@ class PackedLinear:
         T = len(x)
         status = self._call(
             self._pointer, x.data_ptr(), x.stride(0), T, out.data_ptr(), out.stride(0),
-            torch.get_num_threads(),
+            cpu_threads.num_threads(),
         )  # fmt: skip
         if status:
             raise MemoryError(f"no memory for {T} rows of {self.num_inputs}")

@@ -234,10 +234,21 @@ static int activate_over(const SiluAndMul& a) {
 extern "C" int pagemill_silu_and_mul(const SiluAndMul* a) { return activate_over<Silu>(*a); }
 
 extern "C" int pagemill_gelu_and_mul(const SiluAndMul* a) { return activate_over<Gelu>(*a); }
+
+extern "C" int pagemill_widen(const Widen* a) {
+    return with_type(a->dtype, [&](auto type) { widen_over<decltype(type)>(*a); });
+}
 #include "decoder.h"
 
 // Returns 0, or what an operation returned that failed: 1 if memory is short.
 extern "C" int pagemill_decoder(const Decoder* a) { return decode_layers(*a); }
+
+// Threads of this process's operations, where not torch's number counts; 0 until it is told.
+static std::atomic<int> threads_of_process{0};
+
+extern "C" void pagemill_use_threads(int num_threads) { threads_of_process.store(num_threads); }
+
+extern "C" int pagemill_threads() { return threads_of_process.load(); }
 
 // Reads memory, for benchmarks: `count` numbers per thread, a multiple of 16 * W, thread by thread.
 extern "C" float pagemill_read(const float* from, int64_t count, int64_t num_threads) {

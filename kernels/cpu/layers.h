@@ -164,3 +164,25 @@ static void activate_token(const SiluAndMul& a, int64_t token) {
         store_some(out + i, activated * load_some(up + i, left), left);
     }
 }
+
+// Mirrored in kernels/cpu_layers.py, too.
+struct Widen {
+    const void* x;  // [count], contiguous
+    float* out;     // [count]
+    int64_t count;
+    int64_t dtype;
+    int64_t num_threads;
+};
+
+template <class A>
+static void widen_over(const Widen& a) {
+    // 64 KiB of results: few enough units for their price, enough to share out.
+    const int64_t NUM_IN_UNIT = 16384;
+    int64_t num_units = (a.count + NUM_IN_UNIT - 1) / NUM_IN_UNIT;
+    over_units(num_units, a.num_threads, [&](int64_t unit) {
+        int64_t end = std::min(a.count, (unit + 1) * NUM_IN_UNIT);
+        for (int64_t i = unit * NUM_IN_UNIT; i < end; i += W) {
+            store_some(a.out + i, load_some((const A*)a.x + i, end - i), end - i);
+        }
+    });
+}

@@ -318,6 +318,18 @@ def test_norm_and_activation(
 @variants
 @settings(max_examples=20)
 @given(
+    st.integers(0, 2 * 16384 + 40), st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
+)
+def test_widened_numbers_are_the_same_numbers(name: str, count: int, dtype: torch.dtype) -> None:
+    x = torch.randn(count).to(dtype)
+    x[: count // 4 : 3], x[1 : count // 4 : 3] = -torch.inf, torch.nan
+    widened = cpu_layers.widen(x, code=variant(name))
+    torch.testing.assert_close(widened, x.float(), rtol=0, atol=0, equal_nan=True)
+
+
+@variants
+@settings(max_examples=20)
+@given(
     tokens=st.integers(0, 4),
     shape=st.sampled_from([(1, 8), (3, 64), (5, 100), (2, 256)]),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
@@ -352,6 +364,8 @@ def test_claims_of_the_docstrings_are_checked() -> None:
         cpu_layers.rms_norm(case.q[0], case.q[0, 0, 1:], 1e-5)
     with pytest.raises(ValueError, match="gate_up is"):
         cpu_layers.silu_and_mul(case.q[0, :, 1:])
+    with pytest.raises(ValueError, match=r"x is torch.int32, must be float32, bfloat16 or float16"):
+        cpu_layers.widen(torch.zeros(3, dtype=torch.int32))
 
 
 def test_the_wrappers_run_native_code_on_a_cpu(tmp_path: Path) -> None:

@@ -90,7 +90,7 @@ class CausalModel(ABC):
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return fp32 logits of hidden states. Shapes: hidden [S, E], returns [S, V]."""
-        return self._lm_head(hidden).float()
+        return self._operations.widen(self._lm_head(hidden))
 
     def _columns(
         self,

@@ -70,6 +70,10 @@ class NativeOperations:
         """As `Operations.gelu_and_mul`."""
         return cpu_layers.gelu_and_mul(gate_up)
 
+    def widen(self, logits: torch.Tensor) -> torch.Tensor:
+        """As `Operations.widen`."""
+        return cpu_layers.widen(logits.contiguous())
+
     def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """As `Operations.norm_heads`."""
         cpu_layers.norm_heads(qkv[:, : len(weight)], weight, eps)

@@ -192,6 +192,10 @@ class Operations(Protocol):
         """
         ...
 
+    def widen(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the LM head's result in fp32, exactly. Shape: [S, V]."""
+        ...
+
     def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """Normalise queries and keys in place, each head as `rms_norm` does; values stay.
 

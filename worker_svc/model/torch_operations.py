@@ -88,6 +88,10 @@ class TorchOperations:
         """As `Operations.gelu_and_mul`."""
         return gelu_and_mul(gate_up)
 
+    def widen(self, logits: torch.Tensor) -> torch.Tensor:
+        """As `Operations.widen`."""
+        return logits.float()
+
     def norm_heads(self, qkv: torch.Tensor, weight: torch.Tensor, eps: float) -> None:
         """As `Operations.norm_heads`."""
         norm_heads(qkv, weight, eps)

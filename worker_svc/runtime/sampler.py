@@ -64,9 +64,10 @@ def sample(
         equal logits the lower id is the more likely one, also for greedy rows.
     """
     scores: Float32Array = logits.cpu().numpy()
-    # NaN and +inf reach the maximum; -inf is a token that cannot be.
-    failed = ~np.isfinite(logits.amax(dim=-1).cpu().numpy())
-    tokens = scores.argmax(axis=-1).astype(np.int32)
+    best = scores.argmax(axis=-1)
+    # NaN counts as the largest, and +inf is; -inf is a token that cannot be.
+    failed = ~np.isfinite(scores[np.arange(len(scores)), best])
+    tokens = best.astype(np.int32)
     temperature = params.temperature[rows]
     drawing = np.flatnonzero((temperature > GREEDY_TEMPERATURE) & ~failed)
     if len(drawing):

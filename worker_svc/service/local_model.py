@@ -8,10 +8,12 @@ from typing import Final
 
 import torch
 
+from kernels.cpu_threads import take_threads_from_torch
 from pagemill.v1 import worker_pb2
 from worker_svc.errors import ConfigError, InvariantError
 from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.fingerprint import model_fingerprint
+from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.other_ranks import OtherRanks
 from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.weights import LoadedModel, load_model
@@ -137,6 +139,8 @@ class LocalModel:
             )
             self._say_what_was_dequantised(self._loaded)
             self._kv_form = choose_kv_form(self._loaded, self._kv_dtype)
+            if isinstance(operations, NativeOperations):
+                take_threads_from_torch()
 
     def _say_what_was_dequantised(self, loaded: LoadedModel) -> None:
         if (found := loaded.dequantised) is not None:
