@@ -80,9 +80,9 @@ CASES = [
         id="sequences longer than the pool",
     ),
     pytest.param(
-        ask(sampling=Sampling(presence_penalty=1)),
+        ask(guide=generation_pb2.Guide(regex="a+")),
         grpc.StatusCode.UNIMPLEMENTED,
-        "presence_penalty",
+        "guide",
         id="not served yet",
     ),
 ]
