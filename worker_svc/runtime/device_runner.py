@@ -16,6 +16,7 @@ from worker_svc.runtime.device_sampling import DeviceSampler, draw
 from worker_svc.runtime.launched_step import Launched, Sampled, TokensUnderWay, UnderWay
 from worker_svc.runtime.logit_rules import apply_rules
 from worker_svc.runtime.model_runner import ModelRunner
+from worker_svc.runtime.sampler import number_samples
 from worker_svc.runtime.sampling_columns import NO_PROMPT_LOGPROBS
 from worker_svc.runtime.step_plan import (
     Int64Array,
@@ -299,9 +300,8 @@ class DeviceRunner:
         """Draw each row's tokens, and append the first of them. Shapes: rows, last [S]."""
         known, params = self._device_rows, self.rows.sampling
         counts = params.num_samples[rows]
-        source = np.repeat(np.arange(len(rows)), counts)
-        firsts = np.cumsum(counts) - counts
-        nth = np.arange(len(source)) - np.repeat(firsts, counts)
+        source, nth = number_samples(counts)
+        firsts = np.flatnonzero(nth == 0)
         places = self.rows.num_tokens[rows].astype(np.int64)
         placed = self._place(np.stack((source, nth, rows[source], places[source])))
         logits = self._model.logits(hidden[self._place(last)])

@@ -6,6 +6,7 @@ import torch
 
 from kernels.sample import SamplingColumns, sample
 from worker_svc.runtime.device_rows import DeviceRows, to_device
+from worker_svc.runtime.sampler import number_samples
 from worker_svc.runtime.sampling_columns import SamplingColumns as HostColumns
 from worker_svc.runtime.step_plan import Int32Array, Int64Array
 
@@ -70,8 +71,7 @@ class DeviceSampler:
     ) -> tuple[Int32Array, Int32Array]:
         """As `sampler.sample_several`."""
         counts = params.num_samples[rows]
-        source = np.repeat(np.arange(len(rows)), counts)
-        nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+        source, nth = number_samples(counts)
         each = logits[to_device(source, self._device)]
         return self._draw(each, rows[source], positions[source], nth), counts.astype(np.int32)
 

@@ -93,8 +93,7 @@ def sample_several(
         returns [T] and [S].
     """
     counts = params.num_samples[rows]
-    source = np.repeat(np.arange(len(rows)), counts)
-    nth = np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
+    source, nth = number_samples(counts)
     several = tokens[source]
     drawing = np.flatnonzero((nth > 0) & (params.temperature[rows[source]] > GREEDY_TEMPERATURE))
     if len(drawing):
@@ -104,6 +103,15 @@ def sample_several(
         indices = params.sequence_index[rows[drawn]] + nth[drawing]
         several[drawing] = _draw(scores, places, rows[drawn], indices, positions[drawn], params)
     return several, counts.astype(np.int32)
+
+
+def number_samples(counts: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return for each of all rows' samples whose it is, and which of that row's, from 0.
+
+    Shapes: counts [S], samples of each row; returns [T] and [T], row after row.
+    """
+    source = np.repeat(np.arange(len(counts)), counts)
+    return source, np.arange(len(source)) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def uniforms(
