@@ -80,6 +80,7 @@ class _Decoder(ctypes.Structure):
         )),
         ("num_layers", ctypes.c_int64),
         ("E", ctypes.c_int64),
+        ("inner_stride", ctypes.c_int64),
         ("itemsize", ctypes.c_int64),
         ("eps", ctypes.c_double),
         ("rotary", RotaryArguments),
@@ -117,7 +118,7 @@ class Decoder:
             self._hidden_size,
             (num_heads + 2 * num_kv_heads) * head_dim,
             num_heads * head_dim,
-            max(layer.gate_up.O for layer in self._layers),
+            _apart(max(layer.gate_up.O for layer in self._layers), self._dtype),
         )
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._caches: KVCaches = ()
@@ -128,6 +129,7 @@ class Decoder:
             last_norm=self._norm(last_norm),
             num_layers=len(layers),
             E=self._hidden_size,
+            inner_stride=self._widths[-1],
             itemsize=self._dtype.itemsize,
             eps=eps,
         )
@@ -252,6 +254,14 @@ class Decoder:
                     f"{dtype}, contiguous"
                 )
         check_contiguous(hidden=hidden)
+
+
+def _apart(width: int, dtype: torch.dtype) -> int:
+    """Return how far rows of so many elements stand apart, lest a linear layer copies them.
+
+    Rows a multiple of 1 KiB apart crowd into a few lines of the first cache (linear.h).
+    """
+    return width if width * dtype.itemsize % 1024 else width + _LINE_BYTES // dtype.itemsize
 
 
 def _num_scales(scales: Scales | None) -> int:

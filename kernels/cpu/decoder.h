@@ -12,8 +12,9 @@ struct AnyLinear {
     const void* layer;
     int64_t O;  // outputs
 
-    int operator()(const void* x, int64_t x_stride, int64_t T, void* out, int64_t threads) const {
-        return call(layer, x, x_stride, T, out, O, threads);
+    int operator()(const void* x, int64_t x_stride, int64_t T, void* out, int64_t out_stride,
+                   int64_t threads) const {
+        return call(layer, x, x_stride, T, out, out_stride, threads);
     }
 };
 
@@ -39,8 +40,8 @@ struct Decoder {
     void* added;                 // [T, E]
     void* qkv;                   // [T, (H + 2 * G) * D]
     void* mixed;                 // [T, H * D]
-    void* inner;                 // [T, I]
-    int64_t num_layers, E;
+    void* inner;                 // [T, I], rows `inner_stride` apart
+    int64_t num_layers, E, inner_stride;
     int64_t itemsize;  // of activations
     double eps;
     Rotary rotary;        // but for the addresses of q, k, v and the caches
@@ -69,7 +70,7 @@ static int decode_layers(const Decoder& a) {
         // From here on what the operation before gave is added to what came in.
         norm.x = a.added;
         norm.residual = a.hidden;
-        if (int status = layer.qkv(a.normed, a.E, T, a.qkv, threads)) return status;
+        if (int status = layer.qkv(a.normed, a.E, T, a.qkv, rotary.q_stride, threads)) return status;
         attention.k_cache = rotary.k_cache = a.caches[2 * i];
         attention.v_cache = rotary.v_cache = a.caches[2 * i + 1];
         if (a.scales) {
@@ -78,11 +79,12 @@ static int decode_layers(const Decoder& a) {
         }
         if (int status = pagemill_rotary(&rotary)) return status;
         if (int status = pagemill_attention(&attention)) return status;
-        if (int status = layer.output(a.mixed, heads, T, a.added, threads)) return status;
+        if (int status = layer.output(a.mixed, heads, T, a.added, a.E, threads)) return status;
         norm.weight = layer.mlp_norm;
         pagemill_rms_norm(&norm);
-        if (int status = layer.gate_up(a.normed, a.E, T, a.inner, threads)) return status;
-        if (int status = layer.down(a.inner, layer.gate_up.O, T, a.added, threads)) return status;
+        int64_t inner = a.inner_stride;
+        if (int status = layer.gate_up(a.normed, a.E, T, a.inner, inner, threads)) return status;
+        if (int status = layer.down(a.inner, inner, T, a.added, a.E, threads)) return status;
     }
     norm.weight = a.last_norm;
     norm.out = a.out;

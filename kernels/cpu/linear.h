@@ -231,7 +231,9 @@ struct Units {
     Units(int64_t rows, int64_t at_once, int64_t panels, int64_t num_threads)
         : rows(rows), panels(panels) {
         row_blocks = (rows + at_once - 1) / at_once;
-        chunks = num_threads == 1 ? 1 : std::min(panels, UNITS_PER_THREAD * num_threads);
+        int64_t most = UNITS_PER_THREAD * num_threads;
+        // Of few panels each is a unit: one of two panels at the end would be waited for.
+        chunks = num_threads == 1 ? 1 : panels < 2 * most ? panels : most;
     }
 
     int64_t count() const { return row_blocks * chunks; }
@@ -239,6 +241,12 @@ struct Units {
     int64_t end_row(int64_t unit) const { return rows * (unit / chunks + 1) / row_blocks; }
     int64_t first_panel(int64_t unit) const { return panels * (unit % chunks) / chunks; }
     int64_t end_panel(int64_t unit) const { return panels * (unit % chunks + 1) / chunks; }
+
+    // The panel that this thread will most likely need behind this one: others take the units
+    // between.
+    int64_t panel_after(int64_t unit, int64_t panel, int64_t num_threads) const {
+        return panel + 1 < end_panel(unit) ? panel + 1 : first_panel(unit + num_threads);
+    }
 };
 
 // Rows of x as products take them: where they lie, if they may, or converted.
@@ -296,7 +304,8 @@ static void linear(const Linear& a, const Inputs& in) {
         int64_t strips = (end - first + STRIP - 1) / STRIP;
         for (int64_t p = units.first_panel(unit); p < units.end_panel(unit); ++p) {
             const typename P::Weight* panel = weight + p * layout.panel_size;
-            const char* next = (const char*)(panel + layout.panel_size);
+            const char* next = (const char*)(weight + units.panel_after(unit, p, num_threads) *
+                                                          layout.panel_size);
             Target<A> target = target_of<A>(a, in, p * layout.outputs);
             vec results[STRIP * VECS];
             for (int64_t s = 0; s < strips; ++s) {
