@@ -1,5 +1,6 @@
-// The layers of a decoder in one call: what stands in worker_svc/model/llama.py, without its way
-// through Python nine times a layer.
+// The layers of a decoder in one call: what stands in worker_svc/model/llama.py and, with the parts
+// that may be null, in qwen3.py and gemma3.py there, without its way through Python a dozen times a
+// layer.
 #pragma once
 
 #include "attention.h"
@@ -26,11 +27,27 @@ struct DecoderLayer {
     AnyLinear output;            // [H * D] to [E]
     AnyLinear gate_up;           // [E] to [I], gated
     AnyLinear down;              // [I] to [E]
+    // What only some families have, or null.
+    const void* head_norms;            // [H + G, D]: of queries and keys, before they are rotated
+    const void* after_attention_norm;  // [E]: of what attention gave, before it is added
+    const void* after_mlp_norm;        // [E]: likewise of the MLP
+    int64_t group;
+};
+
+// What the layers of a KV group read. Mirrored in kernels/cpu_decoder.py.
+struct DecoderGroup {
+    const float* cos;             // [T, D / 2]
+    const float* sin;             // [T, D / 2]
+    const int64_t* slot_mapping;  // [T]
+    const int32_t* block_tables;  // [R, B], rows contiguous
+    int64_t table_stride;
+    int64_t window;  // 0: none
 };
 
 // Mirrored in kernels/cpu_decoder.py.
 struct Decoder {
     const DecoderLayer* layers;  // [num_layers]
+    const DecoderGroup* groups;
     void* const* caches;         // [2 * num_layers]: keys and values, layer by layer
     const float* const* scales;  // likewise of an fp8 cache, or null
     const void* last_norm;       // [E]
@@ -44,9 +61,25 @@ struct Decoder {
     int64_t num_layers, E, inner_stride;
     int64_t itemsize;  // of activations
     double eps;
-    Rotary rotary;        // but for the addresses of q, k, v and the caches
+    Rotary rotary;        // but for the addresses of q, k, v and the caches, and what a group has
     Attention attention;  // likewise
 };
+
+// Normalises what was computed before it is added, where a family does.
+static void norm_before_sum(const Decoder& a, const void* weight) {
+    if (!weight) return;
+    RmsNorm norm{a.added, weight, nullptr, a.added, a.E, a.rotary.T, a.E, a.rotary.dtype,
+                 a.rotary.num_threads, a.eps};
+    pagemill_rms_norm(&norm);
+}
+
+static void norm_queries_and_keys(const Decoder& a, const void* weight) {
+    const Rotary& r = a.rotary;
+    if (!weight) return;
+    NormHeads norm{a.qkv, weight, (r.H + 2 * r.G) * r.D, r.T, r.H + r.G, r.D, r.dtype,
+                   r.num_threads, a.eps};
+    pagemill_norm_heads(&norm);
+}
 
 // Returns 0, or what an operation returned that failed.
 static int decode_layers(const Decoder& a) {
@@ -65,12 +98,20 @@ static int decode_layers(const Decoder& a) {
     attention.out = a.mixed;
     for (int64_t i = 0; i < a.num_layers; ++i) {
         const DecoderLayer& layer = a.layers[i];
+        const DecoderGroup& group = a.groups[layer.group];
         norm.weight = layer.attention_norm;
         pagemill_rms_norm(&norm);
         // From here on what the operation before gave is added to what came in.
         norm.x = a.added;
         norm.residual = a.hidden;
         if (int status = layer.qkv(a.normed, a.E, T, a.qkv, rotary.q_stride, threads)) return status;
+        norm_queries_and_keys(a, layer.head_norms);
+        rotary.cos = group.cos;
+        rotary.sin = group.sin;
+        rotary.slot_mapping = group.slot_mapping;
+        attention.block_tables = group.block_tables;
+        attention.table_stride = group.table_stride;
+        attention.window = group.window;
         attention.k_cache = rotary.k_cache = a.caches[2 * i];
         attention.v_cache = rotary.v_cache = a.caches[2 * i + 1];
         if (a.scales) {
@@ -80,11 +121,13 @@ static int decode_layers(const Decoder& a) {
         if (int status = pagemill_rotary(&rotary)) return status;
         if (int status = pagemill_attention(&attention)) return status;
         if (int status = layer.output(a.mixed, heads, T, a.added, a.E, threads)) return status;
+        norm_before_sum(a, layer.after_attention_norm);
         norm.weight = layer.mlp_norm;
         pagemill_rms_norm(&norm);
         int64_t inner = a.inner_stride;
         if (int status = layer.gate_up(a.normed, a.E, T, a.inner, inner, threads)) return status;
         if (int status = layer.down(a.inner, inner, T, a.added, a.E, threads)) return status;
+        norm_before_sum(a, layer.after_mlp_norm);
     }
     norm.weight = a.last_norm;
     norm.out = a.out;

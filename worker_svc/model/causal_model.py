@@ -13,7 +13,15 @@ import torch
 from worker_svc.model.layer_groups import LayerGroup
 from worker_svc.model.loader import Loader
 from worker_svc.model.model_config import ModelConfig
-from worker_svc.model.operations import Embedded, LayerCache, StepAttention, StepColumns
+from worker_svc.model.operations import (
+    Embedded,
+    LayerCache,
+    LayerParts,
+    LayerStack,
+    StackShape,
+    StepAttention,
+    StepColumns,
+)
 from worker_svc.model.rope import inverse_frequencies
 
 
@@ -127,6 +135,19 @@ class CausalModel(ABC):
             attention = self._operations.begin(of_group, frequencies, kv_caches[group.layers[0]])
             by_layer |= dict.fromkeys(group.layers, attention)
         return [by_layer[layer] for layer in range(len(kv_caches))]
+
+    def _find_stack(self, layers: Sequence[LayerParts]) -> LayerStack | None:
+        """Return all layers as one, where there is such a thing."""
+        config = self.config
+        group_of = {layer: n for n, group in enumerate(self._groups) for layer in group.layers}
+        shape = StackShape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            tuple(group_of[layer] for layer in range(len(layers))),
+        )
+        return self._operations.stack(layers, self._last_norm, shape)
 
     def _norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 
 from worker_svc.model.model_config import ExpertsConfig
-from worker_svc.model.operations import Linear, Operations
+from worker_svc.model.operations import Linear
 from worker_svc.model.other_ranks import OtherRanks
 
 
@@ -17,7 +17,7 @@ class Expert(NamedTuple):
     """One MLP."""
 
     gate_up: Linear
-    """[E] to [2 * intermediate]: gate, then up."""
+    """[E] to [intermediate]: silu(gate) * up."""
 
     down: Linear
 
@@ -25,20 +25,18 @@ class Expert(NamedTuple):
 class Experts:
     """A router and its experts, of which each rank has some columns."""
 
-    __slots__ = ("_config", "_experts", "_operations", "_ranks", "_router")
+    __slots__ = ("_config", "_experts", "_ranks", "_router")
 
     def __init__(
         self,
         router: Linear,
         experts: Sequence[Expert],
         config: ExpertsConfig,
-        operations: Operations,
         ranks: OtherRanks,
     ) -> None:
         self._router = router
         self._experts = experts
         self._config = config
-        self._operations = operations
         self._ranks = ranks
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -63,8 +61,7 @@ class Experts:
             if not count:
                 continue
             theirs = tokens[start : start + count]
-            gate_up = expert.gate_up(x[theirs])
-            out = expert.down(self._operations.silu_and_mul(gate_up))  # [count, E]
+            out = expert.down(expert.gate_up(x[theirs]))  # [count, E]
             share = weights.flatten()[by_expert[start : start + count], None]
             mixed.index_add_(0, theirs, out * share)
             start += count

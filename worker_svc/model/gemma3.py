@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kernels.activation import Activation
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
 from worker_svc.model.operations import Embedded, LayerCache, Linear
@@ -32,7 +33,7 @@ class Gemma3Layer:
     after_attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
     gate_up: Linear
-    """[E] to [2 * intermediate]: gate, then up."""
+    """[E] to [intermediate]: gelu(gate) * up."""
 
     down: Linear
     after_mlp_norm: torch.Tensor
@@ -41,7 +42,7 @@ class Gemma3Layer:
 class Gemma3(CausalModel):
     """See `CausalModel`."""
 
-    __slots__ = ("_embedding_scale", "_layers")
+    __slots__ = ("_embedding_scale", "_layers", "_stack")
 
     def __init__(self, loader: Loader) -> None:
         """Load all parameters. Raises: ModelError as `Loader` does."""
@@ -49,6 +50,7 @@ class Gemma3(CausalModel):
         # Rounded to the run dtype, as the model was trained.
         self._embedding_scale = torch.tensor(self.config.hidden_size**0.5).to(self._embedding)
         self._layers = loader.layers(_load_layer)
+        self._stack = self._find_stack(self._layers)
 
     @torch.inference_mode()
     def forward(
@@ -66,9 +68,11 @@ class Gemma3(CausalModel):
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
-        attentions = self._attentions(columns, kv_caches)
         scaled = functional.embedding(token_ids, self._embedding) * self._embedding_scale  # [T, E]
         hidden = place(scaled, embedded)
+        if self._stack is not None:
+            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches)
+        attentions = self._attentions(columns, kv_caches)
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):
             normed = self._norm(hidden, added, layer.attention_norm)
@@ -78,7 +82,7 @@ class Gemma3(CausalModel):
             attended = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             added = operations.rms_norm(attended, layer.after_attention_norm, eps)
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
-            out = layer.down(operations.gelu_and_mul(layer.gate_up(normed)))  # [T, E]
+            out = layer.down(layer.gate_up(normed))  # [T, E]
             added = operations.rms_norm(out, layer.after_mlp_norm, eps)
         return self._norm(hidden, added, self._last_norm)
 
@@ -92,7 +96,7 @@ def _load_layer(loader: Loader, name: str, _number: int) -> Gemma3Layer:
         output=loader.attention_output(f"{name}.self_attn"),
         after_attention_norm=loader.norm(f"{name}.post_attention_layernorm", hidden_size),
         mlp_norm=loader.norm(f"{name}.pre_feedforward_layernorm", hidden_size),
-        gate_up=loader.gate_up(f"{name}.mlp"),
+        gate_up=loader.gated(f"{name}.mlp", Activation.GELU),
         down=loader.down(f"{name}.mlp"),
         after_mlp_norm=loader.norm(f"{name}.post_feedforward_layernorm", hidden_size),
     )

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from kernels import cpu_layers
+from kernels.activation import Activation
 from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.packed_linear import PackedLinear
@@ -42,9 +43,11 @@ class NativeOperations:
         """Lay the weight out for the processor's products, in a copy."""
         return PackedLinear(weight, bias, memory=self._memory)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
         """As `linear`, of both matrices together."""
-        return PackedLinear(weight, bias, is_gated=True, memory=self._memory)
+        return PackedLinear(weight, bias, gate=activation, memory=self._memory)
 
     def stack(
         self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape

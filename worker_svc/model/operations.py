@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from kernels.activation import Activation
 from kernels.checks import Scales
 
 
@@ -74,7 +75,7 @@ class StepAttention(Protocol):
 
 
 class LayerParts(Protocol):
-    """The parameters of one layer of the Llama shape."""
+    """The parameters of one layer of the Llama shape, and what some families have besides."""
 
     @property
     def attention_norm(self) -> torch.Tensor:
@@ -98,12 +99,27 @@ class LayerParts(Protocol):
 
     @property
     def gate_up(self) -> Linear:
-        """[E] to [I]: silu(gate) * up."""
+        """[E] to [I]: activation(gate) * up."""
         ...
 
     @property
     def down(self) -> Linear:
         """[I] to [E]."""
+        ...
+
+    @property
+    def head_norms(self) -> torch.Tensor | None:
+        """[H + G, D]: of queries and keys, as `Operations.norm_heads` has them."""
+        ...
+
+    @property
+    def after_attention_norm(self) -> torch.Tensor | None:
+        """[E]: of what attention gives, before it is added."""
+        ...
+
+    @property
+    def after_mlp_norm(self) -> torch.Tensor | None:
+        """[E]: of what the MLP gives, before it is added."""
         ...
 
 
@@ -117,6 +133,9 @@ class StackShape:
     eps: float
     """Of the norms."""
 
+    groups: tuple[int, ...]
+    """The number of each layer's KV group."""
+
 
 class LayerStack(Protocol):
     """All layers of a model at once."""
@@ -124,13 +143,14 @@ class LayerStack(Protocol):
     def run(
         self,
         hidden: torch.Tensor,
-        columns: StepColumns,
-        inverse_frequencies: torch.Tensor,
+        columns: Sequence[StepColumns],
+        inverse_frequencies: Sequence[torch.Tensor],
         caches: Sequence[LayerCache],
     ) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
 
-        Shapes: hidden [T, E], overwritten; inverse_frequencies [D / 2]; returns [T, E].
+        Shapes: hidden [T, E], overwritten; columns and inverse_frequencies [D / 2]: of each KV
+            group; returns [T, E].
         """
         ...
 
@@ -153,8 +173,10 @@ class Operations(Protocol):
         """Return a linear layer, or the LM head. The caller drops the weight, [out, in]."""
         ...
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Return silu(gate) * up of a linear layer whose rows are those of gate, then of up.
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
+        """Return activation(gate) * up of a linear layer whose rows are those of gate, then of up.
 
         Shapes: weight [2 * I, in], bias [2 * I]; the layer's [T, in] to [T, I].
         """

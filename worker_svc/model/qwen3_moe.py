@@ -9,7 +9,7 @@ from torch.nn import functional
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.experts import Experts
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear, Operations
+from worker_svc.model.operations import Embedded, LayerCache, Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -17,14 +17,13 @@ class DenseMlp:
     """One MLP for all tokens."""
 
     gate_up: Linear
-    """[E] to [2 * intermediate]: gate, then up."""
+    """[E] to [intermediate]: silu(gate) * up."""
 
     down: Linear
-    operations: Operations
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return what the MLP adds. Shapes: x, returns [T, E]."""
-        return self.down(self.operations.silu_and_mul(self.gate_up(x)))
+        return self.down(self.gate_up(x))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,5 +97,5 @@ def _load_layer(loader: Loader, name: str, number: int) -> Qwen3MoeLayer:
 def _load_mlp(loader: Loader, name: str, number: int) -> Experts | DenseMlp:
     experts = loader.config.experts
     if experts is None or number in experts.dense_layers:
-        return DenseMlp(loader.gate_up(name), loader.down(name), loader.operations)
+        return DenseMlp(loader.gated(name), loader.down(name))
     return loader.experts(name, gate="gate_proj", up="up_proj", down="down_proj")

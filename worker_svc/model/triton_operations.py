@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.activation import Activation
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
@@ -38,10 +39,13 @@ class TritonOperations:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
         """Multiply by the weight as it is, then activate."""
         linear = TorchLinear(weight, bias)
-        return lambda x: silu_and_mul(linear(x))
+        multiply = gelu_and_mul if activation is Activation.GELU else silu_and_mul
+        return lambda x: multiply(linear(x))
 
     def stack(
         self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
