@@ -77,6 +77,9 @@ class DecoderStep:
     scale: float | None = None
     """None: D ** -0.5."""
 
+    read: torch.Tensor | None = None
+    """[P] int64, ascending: the tokens whose hidden states are read. None: all are."""
+
 
 class _AnyLinear(ctypes.Structure):
     _fields_ = (("call", ctypes.c_void_p), ("layer", ctypes.c_void_p), ("O", ctypes.c_int64))
@@ -105,9 +108,10 @@ class _Group(ctypes.Structure):
 class _Decoder(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "layers", "groups", "caches", "scales", "last_norm", "hidden", "out", "normed",
-            "added", "qkv", "mixed", "inner",
+            "layers", "groups", "caches", "scales", "last_norm", "hidden", "out", "read",
+            "normed", "added", "qkv", "mixed", "inner",
         )),
+        ("num_read", ctypes.c_int64),
         ("num_layers", ctypes.c_int64),
         ("E", ctypes.c_int64),
         ("inner_stride", ctypes.c_int64),
@@ -173,7 +177,8 @@ class Decoder:
         self._head_dim = head_dim
 
     def run(self, hidden: torch.Tensor, step: DecoderStep, caches: KVCaches) -> torch.Tensor:
-        """Return the normalised hidden state of each token, and write its keys and values.
+        """Return the normalised hidden state of each token that is read, and write all keys and
+        values. Rows of other tokens are left undefined.
 
         In each layer all tokens store before any attends. Values of columns are not read.
 
@@ -205,6 +210,9 @@ class Decoder:
         attention.seq_lens = step.seq_lens.data_ptr()
         attention.query_start_loc = step.query_start_loc.data_ptr()
         attention.scale = step.scale or self._head_dim**-0.5
+        read, arguments = step.read, self._arguments
+        arguments.read = None if read is None else read.data_ptr()
+        arguments.num_read = 0 if read is None else len(read)
         for place, group in zip(self._groups, step.groups, strict=True):
             place.cos, place.sin = group.cos.data_ptr(), group.sin.data_ptr()
             place.slot_mapping = group.slot_mapping.data_ptr()
@@ -288,6 +296,8 @@ class Decoder:
         check_contiguous(hidden=hidden)
         _check_column("seq_lens", step.seq_lens, (R,), torch.int32)
         _check_column("query_start_loc", step.query_start_loc, (R + 1,), torch.int32)
+        if step.read is not None:
+            _check_column("read", step.read, (len(step.read),), torch.int64)
         half = self._head_dim // 2
         for group in step.groups:
             tables = group.block_tables

@@ -3,6 +3,8 @@
 // layer.
 #pragma once
 
+#include <cstring>
+
 #include "attention.h"
 #include "layers.h"
 
@@ -52,13 +54,14 @@ struct Decoder {
     const float* const* scales;  // likewise of an fp8 cache, or null
     const void* last_norm;       // [E]
     void* hidden;                // [T, E], overwritten
-    void* out;                   // [T, E]
+    void* out;                   // [T, E]; rows that nobody reads are left as they are
+    const int64_t* read;         // [num_read] ascending: the tokens read; null: all are
     void* normed;                // [T, E], as all below for what stands between operations
     void* added;                 // [T, E]
     void* qkv;                   // [T, (H + 2 * G) * D]
     void* mixed;                 // [T, H * D]
     void* inner;                 // [T, I], rows `inner_stride` apart
-    int64_t num_layers, E, inner_stride;
+    int64_t num_read, num_layers, E, inner_stride;
     int64_t itemsize;  // of activations
     double eps;
     Rotary rotary;        // but for the addresses of q, k, v and the caches, and what a group has
@@ -66,9 +69,9 @@ struct Decoder {
 };
 
 // Normalises what was computed before it is added, where a family does.
-static void norm_before_sum(const Decoder& a, const void* weight) {
+static void norm_before_sum(const Decoder& a, const void* weight, int64_t T) {
     if (!weight) return;
-    RmsNorm norm{a.added, weight, nullptr, a.added, a.E, a.rotary.T, a.E, a.rotary.dtype,
+    RmsNorm norm{a.added, weight, nullptr, a.added, a.E, T, a.E, a.rotary.dtype,
                  a.rotary.num_threads, a.eps};
     pagemill_rms_norm(&norm);
 }
@@ -79,6 +82,21 @@ static void norm_queries_and_keys(const Decoder& a, const void* weight) {
     NormHeads norm{a.qkv, weight, (r.H + 2 * r.G) * r.D, r.T, r.H + r.G, r.D, r.dtype,
                    r.num_threads, a.eps};
     pagemill_norm_heads(&norm);
+}
+
+// Moves the rows that are read to the front, or from there back to their places.
+static void gather_read(const Decoder& a, void* rows, int64_t row_bytes) {
+    char* at = (char*)rows;
+    for (int64_t i = 0; i < a.num_read; ++i) {
+        memmove(at + i * row_bytes, at + a.read[i] * row_bytes, row_bytes);
+    }
+}
+
+static void scatter_read(const Decoder& a, void* rows, int64_t row_bytes) {
+    char* at = (char*)rows;
+    for (int64_t i = a.num_read - 1; i >= 0; --i) {
+        memmove(at + a.read[i] * row_bytes, at + i * row_bytes, row_bytes);
+    }
 }
 
 // Returns 0, or what an operation returned that failed.
@@ -120,16 +138,25 @@ static int decode_layers(const Decoder& a) {
         }
         if (int status = pagemill_rotary(&rotary)) return status;
         if (int status = pagemill_attention(&attention)) return status;
+        if (a.read && i == a.num_layers - 1) {
+            // Behind the last layer's attention a token is of use to those alone who read it.
+            if (a.num_read == 0) return 0;
+            gather_read(a, a.mixed, heads * a.itemsize);
+            gather_read(a, a.hidden, a.E * a.itemsize);
+            norm.T = T = a.num_read;
+        }
         if (int status = layer.output(a.mixed, heads, T, a.added, a.E, threads)) return status;
-        norm_before_sum(a, layer.after_attention_norm);
+        norm_before_sum(a, layer.after_attention_norm, T);
         norm.weight = layer.mlp_norm;
         pagemill_rms_norm(&norm);
         int64_t inner = a.inner_stride;
         if (int status = layer.gate_up(a.normed, a.E, T, a.inner, inner, threads)) return status;
         if (int status = layer.down(a.inner, inner, T, a.added, a.E, threads)) return status;
-        norm_before_sum(a, layer.after_mlp_norm);
+        norm_before_sum(a, layer.after_mlp_norm, T);
     }
     norm.weight = a.last_norm;
     norm.out = a.out;
-    return pagemill_rms_norm(&norm);
+    int status = pagemill_rms_norm(&norm);
+    if (a.read) scatter_read(a, a.out, a.E * a.itemsize);
+    return status;
 }

@@ -1,5 +1,6 @@
 """All layers in one native call give, bit for bit, what the same kernels give one by one."""
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -176,6 +177,22 @@ def test_fp8_caches_have_scales_of_their_own_in_each_layer(
     hidden = torch.randn(8, HIDDEN, generator=draw).to(torch.bfloat16)
     expected = one_by_one(layers, norm, hidden.clone(), step, expected_kv)
     assert torch.equal(make_decoder(layers, norm).run(hidden, step, kv), expected)
+    assert same(kv, expected_kv)
+
+
+@pytest.mark.parametrize("read", [[], [0], [4, 5, 7], list(range(8))])
+@pytest.mark.parametrize("parts", ["", "gemma3"])
+def test_tokens_that_are_read_are_as_if_all_were(parts: str, read: list[int]) -> None:
+    draw = torch.Generator().manual_seed(6)
+    layers = [Layer(torch.bfloat16, draw, parts) for _ in range(2)]
+    norm = torch.rand(HIDDEN, generator=draw).to(torch.bfloat16)
+    kv, expected_kv = caches(2, torch.bfloat16), caches(2, torch.bfloat16)
+    hidden = torch.randn(8, HIDDEN, generator=draw).to(torch.bfloat16)
+    step = a_step(3, None)
+    expected = make_decoder(layers, norm).run(hidden.clone(), step, expected_kv)
+    some = dataclasses.replace(step, read=torch.tensor(read, dtype=torch.int64))
+    found = make_decoder(layers, norm).run(hidden, some, kv)
+    assert torch.equal(found[read], expected[read])
     assert same(kv, expected_kv)
 
 

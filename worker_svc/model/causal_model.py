@@ -79,8 +79,12 @@ class CausalModel(ABC):
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
+
+        What is returned for tokens that are not among those `read` may be undefined: behind the
+        last layer's attention nobody needs them.
 
         Shapes:
             token_ids, positions  [T]           int64
@@ -89,6 +93,7 @@ class CausalModel(ABC):
             block_tables          per KV group, as in `StepColumns`
             seq_lens, query_start_loc: as in `StepColumns`
             embedded              what some tokens have in place of the table's rows
+            read                  [P]           int64, ascending; None: all tokens
             returns               [T, E]        dtype of the weights
 
         Invariant: in each layer all tokens store before any attends, so a request may read a

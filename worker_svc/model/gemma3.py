@@ -63,6 +63,7 @@ class Gemma3(CausalModel):
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
@@ -71,7 +72,7 @@ class Gemma3(CausalModel):
         scaled = functional.embedding(token_ids, self._embedding) * self._embedding_scale  # [T, E]
         hidden = place(scaled, embedded)
         if self._stack is not None:
-            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches)
+            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)
         attentions = self._attentions(columns, kv_caches)
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):

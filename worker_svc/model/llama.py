@@ -54,6 +54,7 @@ class Llama(CausalModel):
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
@@ -61,7 +62,7 @@ class Llama(CausalModel):
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
         hidden = place(functional.embedding(token_ids, self._embedding), embedded)  # [T, E]
         if self._stack is not None:
-            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches)
+            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)
         attentions = self._attentions(columns, kv_caches)
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):

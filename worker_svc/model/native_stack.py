@@ -22,6 +22,7 @@ class NativeStack:
         columns: Sequence[StepColumns],
         inverse_frequencies: Sequence[torch.Tensor],
         caches: Sequence[LayerCache],
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `LayerStack.run`."""
         first, turns = columns[0], _Turns(columns[0].positions)
@@ -34,7 +35,7 @@ class NativeStack:
             )
             for of_group, frequencies in zip(columns, inverse_frequencies, strict=True)
         ]
-        step = DecoderStep(groups, first.seq_lens, first.query_start_loc, first.scale)
+        step = DecoderStep(groups, first.seq_lens, first.query_start_loc, first.scale, read)
         return self._decoder.run(hidden, step, caches)
 
 

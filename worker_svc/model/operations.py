@@ -146,11 +146,12 @@ class LayerStack(Protocol):
         columns: Sequence[StepColumns],
         inverse_frequencies: Sequence[torch.Tensor],
         caches: Sequence[LayerCache],
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
 
         Shapes: hidden [T, E], overwritten; columns and inverse_frequencies [D / 2]: of each KV
-            group; returns [T, E].
+            group; read as in `CausalModel.forward`; returns [T, E].
         """
         ...
 

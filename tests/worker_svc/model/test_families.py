@@ -70,10 +70,11 @@ class CountedStack:
         columns: Sequence[StepColumns],
         inverse_frequencies: Sequence[torch.Tensor],
         caches: Sequence[LayerCache],
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `LayerStack.run`."""
         self.counts.num_runs += 1
-        return self.stack.run(hidden, columns, inverse_frequencies, caches)
+        return self.stack.run(hidden, columns, inverse_frequencies, caches, read)
 
 
 @pytest.mark.skipif(native_code() is None, reason="this machine compiles no C++")
