@@ -177,10 +177,9 @@ class Decoder:
         self._head_dim = head_dim
 
     def run(self, hidden: torch.Tensor, step: DecoderStep, caches: KVCaches) -> torch.Tensor:
-        """Return the normalised hidden state of each token that is read, and write all keys and
-        values. Rows of other tokens are left undefined.
+        """Return the normalised hidden state of each token, and write its keys and values.
 
-        In each layer all tokens store before any attends. Values of columns are not read.
+        Of tokens that are not read the hidden state is undefined. In each layer all tokens store before any attends. Values of columns are not read.
 
         Shapes: hidden [T, E], overwritten; caches: per layer, [N, S, G, D] each, of its dtype or
             fp8, all alike; returns [T, E].
