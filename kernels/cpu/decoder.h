@@ -3,20 +3,9 @@
 // layer.
 #pragma once
 
+#include "any_linear.h"
 #include "attention.h"
 #include "layers.h"
-
-// Any linear layer of these kernels, and what calls it. Mirrored in kernels/cpu_decoder.py.
-struct AnyLinear {
-    int (*call)(const void* layer, const void* x, int64_t x_stride, int64_t T, void* out,
-                int64_t out_stride, int64_t num_threads);
-    const void* layer;
-    int64_t O;  // outputs
-
-    int operator()(const void* x, int64_t x_stride, int64_t T, void* out, int64_t threads) const {
-        return call(layer, x, x_stride, T, out, O, threads);
-    }
-};
 
 // Mirrored in kernels/cpu_decoder.py.
 struct DecoderLayer {
@@ -24,7 +13,7 @@ struct DecoderLayer {
     const void* mlp_norm;        // [E]
     AnyLinear qkv;               // [E] to [(H + 2 * G) * D]
     AnyLinear output;            // [H * D] to [E]
-    AnyLinear gate_up;           // [E] to [I], gated
+    AnyLinear gate_up;           // [E] to [I], gated; or no function: `down` is all of the MLP
     AnyLinear down;              // [I] to [E]
     // What only some families have, or null.
     const void* head_norms;            // [H + G, D]: of queries and keys, before they are rotated
@@ -80,6 +69,13 @@ static void norm_queries_and_keys(const Decoder& a, const void* weight) {
     pagemill_norm_heads(&norm);
 }
 
+static int run_mlp(const Decoder& a, const DecoderLayer& layer) {
+    int64_t T = a.rotary.T, threads = a.rotary.num_threads, I = layer.gate_up.O;
+    if (!layer.gate_up.call) return layer.down(a.normed, a.E, T, a.added, threads);
+    if (int status = layer.gate_up(a.normed, a.E, T, a.inner, threads)) return status;
+    return layer.down(a.inner, I, T, a.added, threads);
+}
+
 // Returns 0, or what an operation returned that failed.
 static int decode_layers(const Decoder& a) {
     Rotary rotary = a.rotary;
@@ -123,8 +119,7 @@ static int decode_layers(const Decoder& a) {
         norm_before_sum(a, layer.after_attention_norm);
         norm.weight = layer.mlp_norm;
         pagemill_rms_norm(&norm);
-        if (int status = layer.gate_up(a.normed, a.E, T, a.inner, threads)) return status;
-        if (int status = layer.down(a.inner, layer.gate_up.O, T, a.added, threads)) return status;
+        if (int status = run_mlp(a, layer)) return status;
         norm_before_sum(a, layer.after_mlp_norm);
     }
     norm.weight = a.last_norm;

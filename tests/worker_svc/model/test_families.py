@@ -77,9 +77,7 @@ class CountedStack:
 
 
 @pytest.mark.skipif(native_code() is None, reason="this machine compiles no C++")
-@pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if "mixtral" not in name and "moe" not in name]
-)
+@pytest.mark.parametrize("name", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_all_layers_run_in_one_native_call(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
     write_family(name, tmp_path)
