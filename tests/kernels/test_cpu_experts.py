@@ -126,6 +126,6 @@ def test_what_does_not_fit_is_refused() -> None:
         CpuExperts(router, experts[:2], num_chosen=2, sums_to_one=True, owners=(), code=code)
     with pytest.raises(ValueError, match="num_chosen is 4, must be 1 to 3"):
         CpuExperts(router, experts, num_chosen=4, sums_to_one=True, owners=(), code=code)
+    odd = [experts[0], experts[1][::-1], experts[2]]
     with pytest.raises(ValueError, match="expert 1 is"):
-        odd = [experts[0], experts[1][::-1], experts[2]]
         CpuExperts(router, odd, num_chosen=2, sums_to_one=True, owners=(), code=code)
