@@ -13,7 +13,7 @@ from kernels.cpu_attention import AttentionArguments
 from kernels.cpu_build import TYPES
 from kernels.cpu_layers import RotaryArguments
 from kernels.huge_pages import huge_tensor
-from kernels.native_linear import NativeLinear
+from kernels.native_linear import AnyLinear, NativeLinear
 
 KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor, Scales | None]]
 """Per layer, keys and values [N, S, G, D], and the scales of an fp8 cache."""
@@ -29,8 +29,8 @@ class DecoderLayer:
 
     output: NativeLinear
     mlp_norm: torch.Tensor
-    gate_up: NativeLinear
-    """[E] to [I], gated."""
+    gate_up: NativeLinear | None
+    """[E] to [I], gated. None: `down` is all of the MLP, [E] to [E]."""
 
     down: NativeLinear
     head_norms: torch.Tensor | None = None
@@ -81,15 +81,11 @@ class DecoderStep:
     """[P] int64, ascending: the tokens whose hidden states are read. None: all are."""
 
 
-class _AnyLinear(ctypes.Structure):
-    _fields_ = (("call", ctypes.c_void_p), ("layer", ctypes.c_void_p), ("O", ctypes.c_int64))
-
-
 class _Layer(ctypes.Structure):
     _fields_ = (
         ("attention_norm", ctypes.c_void_p),
         ("mlp_norm", ctypes.c_void_p),
-        *((name, _AnyLinear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, AnyLinear) for name in ("qkv", "output", "gate_up", "down")),
         ("head_norms", ctypes.c_void_p),
         ("after_attention_norm", ctypes.c_void_p),
         ("after_mlp_norm", ctypes.c_void_p),
@@ -179,7 +175,8 @@ class Decoder:
     def run(self, hidden: torch.Tensor, step: DecoderStep, caches: KVCaches) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
 
-        Of tokens that are not read the hidden state is undefined. In each layer all tokens store before any attends. Values of columns are not read.
+        Of tokens that are not read the hidden state is undefined. In each layer all tokens store
+        before any attends. Values of columns are not read.
 
         Shapes: hidden [T, E], overwritten; caches: per layer, [N, S, G, D] each, of its dtype or
             fp8, all alike; returns [T, E].
@@ -224,7 +221,7 @@ class Decoder:
         return _Layer(
             self._norm(layer.attention_norm),
             self._norm(layer.mlp_norm),
-            *(_AnyLinear(one.function, one.layer, one.num_outputs) for one in linears),
+            *(AnyLinear.of(one) for one in linears),
             self._norm(layer.head_norms, self._head_norms_shape),
             self._norm(layer.after_attention_norm),
             self._norm(layer.after_mlp_norm),

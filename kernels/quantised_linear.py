@@ -187,7 +187,9 @@ class QuantisedLinear:
     @property
     def native(self) -> NativeLinear | None:
         """How native code calls the layer. None: there is no native code."""
-        return native_linear(self._call, self._arguments, self.num_outputs)
+        return native_linear(
+            self._call, self._arguments, self.num_inputs, self.num_outputs, self._dtype
+        )
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product. Shapes: x [T, I], out and returned [T, O], of `dtype`.

@@ -5,21 +5,9 @@
 
 #include <cstring>
 
+#include "any_linear.h"
 #include "attention.h"
 #include "layers.h"
-
-// Any linear layer of these kernels, and what calls it. Mirrored in kernels/cpu_decoder.py.
-struct AnyLinear {
-    int (*call)(const void* layer, const void* x, int64_t x_stride, int64_t T, void* out,
-                int64_t out_stride, int64_t num_threads);
-    const void* layer;
-    int64_t O;  // outputs
-
-    int operator()(const void* x, int64_t x_stride, int64_t T, void* out, int64_t out_stride,
-                   int64_t threads) const {
-        return call(layer, x, x_stride, T, out, out_stride, threads);
-    }
-};
 
 // Mirrored in kernels/cpu_decoder.py.
 struct DecoderLayer {
@@ -27,7 +15,7 @@ struct DecoderLayer {
     const void* mlp_norm;        // [E]
     AnyLinear qkv;               // [E] to [(H + 2 * G) * D]
     AnyLinear output;            // [H * D] to [E]
-    AnyLinear gate_up;           // [E] to [I], gated
+    AnyLinear gate_up;           // [E] to [I], gated; or no function: `down` is all of the MLP
     AnyLinear down;              // [I] to [E]
     // What only some families have, or null.
     const void* head_norms;            // [H + G, D]: of queries and keys, before they are rotated
@@ -99,6 +87,13 @@ static void scatter_read(const Decoder& a, void* rows, int64_t row_bytes) {
     }
 }
 
+static int run_mlp(const Decoder& a, const DecoderLayer& layer, int64_t T) {
+    int64_t threads = a.rotary.num_threads, inner = a.inner_stride;
+    if (!layer.gate_up.call) return layer.down(a.normed, a.E, T, a.added, threads);
+    if (int status = layer.gate_up(a.normed, a.E, T, a.inner, inner, threads)) return status;
+    return layer.down(a.inner, inner, T, a.added, threads);
+}
+
 // Returns 0, or what an operation returned that failed.
 static int decode_layers(const Decoder& a) {
     Rotary rotary = a.rotary;
@@ -122,7 +117,7 @@ static int decode_layers(const Decoder& a) {
         // From here on what the operation before gave is added to what came in.
         norm.x = a.added;
         norm.residual = a.hidden;
-        if (int status = layer.qkv(a.normed, a.E, T, a.qkv, rotary.q_stride, threads)) return status;
+        if (int status = layer.qkv(a.normed, a.E, T, a.qkv, threads)) return status;
         norm_queries_and_keys(a, layer.head_norms);
         rotary.cos = group.cos;
         rotary.sin = group.sin;
@@ -145,13 +140,11 @@ static int decode_layers(const Decoder& a) {
             gather_read(a, a.hidden, a.E * a.itemsize);
             norm.T = T = a.num_read;
         }
-        if (int status = layer.output(a.mixed, heads, T, a.added, a.E, threads)) return status;
+        if (int status = layer.output(a.mixed, heads, T, a.added, threads)) return status;
         norm_before_sum(a, layer.after_attention_norm, T);
         norm.weight = layer.mlp_norm;
         pagemill_rms_norm(&norm);
-        int64_t inner = a.inner_stride;
-        if (int status = layer.gate_up(a.normed, a.E, T, a.inner, inner, threads)) return status;
-        if (int status = layer.down(a.inner, inner, T, a.added, a.E, threads)) return status;
+        if (int status = run_mlp(a, layer, T)) return status;
         norm_before_sum(a, layer.after_mlp_norm, T);
     }
     norm.weight = a.last_norm;

@@ -239,6 +239,7 @@ extern "C" int pagemill_widen(const Widen* a) {
     return with_type(a->dtype, [&](auto type) { widen_over<decltype(type)>(*a); });
 }
 #include "decoder.h"
+#include "experts.h"
 
 // Returns 0, or what an operation returned that failed: 1 if memory is short.
 extern "C" int pagemill_decoder(const Decoder* a) { return decode_layers(*a); }

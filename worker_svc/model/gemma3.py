@@ -15,7 +15,7 @@ from torch.nn import functional
 from kernels.activation import Activation
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear
+from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -32,10 +32,8 @@ class Gemma3Layer:
     output: Linear
     after_attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    """[E] to [intermediate]: gelu(gate) * up."""
-
-    down: Linear
+    mlp: Mlp
+    """[E] to [E]: gelu(gate) * up of [intermediate], and down."""
     after_mlp_norm: torch.Tensor
 
 
@@ -83,7 +81,7 @@ class Gemma3(CausalModel):
             attended = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             added = operations.rms_norm(attended, layer.after_attention_norm, eps)
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
-            out = layer.down(layer.gate_up(normed))  # [T, E]
+            out = layer.mlp(normed)  # [T, E]
             added = operations.rms_norm(out, layer.after_mlp_norm, eps)
         return self._norm(hidden, added, self._last_norm)
 
@@ -97,7 +95,6 @@ def _load_layer(loader: Loader, name: str, _number: int) -> Gemma3Layer:
         output=loader.attention_output(f"{name}.self_attn"),
         after_attention_norm=loader.norm(f"{name}.post_attention_layernorm", hidden_size),
         mlp_norm=loader.norm(f"{name}.pre_feedforward_layernorm", hidden_size),
-        gate_up=loader.gated(f"{name}.mlp", Activation.GELU),
-        down=loader.down(f"{name}.mlp"),
+        mlp=loader.mlp(f"{name}.mlp", Activation.GELU),
         after_mlp_norm=loader.norm(f"{name}.post_feedforward_layernorm", hidden_size),
     )

@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear
+from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,10 +21,8 @@ class LayerWeights:
 
     output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    """[E] to [intermediate]: silu(gate) * up."""
-
-    down: Linear
+    mlp: Mlp
+    """[E] to [E]: silu(gate) * up of [intermediate], and down."""
 
     # What other families have in a stack of layers.
     head_norms: None = None
@@ -71,7 +69,7 @@ class Llama(CausalModel):
             mixed = attention.attend(qkv, num_heads, cache)  # [T, H, D]
             added = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
-            added = layer.down(layer.gate_up(normed))  # [T, E]
+            added = layer.mlp(normed)  # [T, E]
         return self._norm(hidden, added, self._last_norm)
 
 
@@ -82,6 +80,5 @@ def _load_layer(loader: Loader, name: str, _number: int) -> LayerWeights:
         qkv=loader.qkv(f"{name}.self_attn"),
         output=loader.attention_output(f"{name}.self_attn"),
         mlp_norm=loader.norm(f"{name}.post_attention_layernorm", hidden_size),
-        gate_up=loader.gated(f"{name}.mlp"),
-        down=loader.down(f"{name}.mlp"),
+        mlp=loader.mlp(f"{name}.mlp"),
     )

@@ -13,12 +13,11 @@ from kernels.checks import Scales
 from kernels.quantised_linear import QuantisedLinear, QuantisedWeight
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.adapters import AdapterBank
-from worker_svc.model.experts import Expert, Experts
 from worker_svc.model.gguf_names import ROPE_DIVISORS
 from worker_svc.model.kept_values import KeepsValues, KeptValues, stacked
 from worker_svc.model.kv_scales import read_kv_scales
 from worker_svc.model.model_config import ModelConfig
-from worker_svc.model.operations import Linear, Operations
+from worker_svc.model.operations import Linear, Mlp, Operations
 from worker_svc.model.other_ranks import GatheredHead, NoOtherRanks, OtherRanks, SummedLinear
 from worker_svc.model.shard import Extent
 
@@ -222,7 +221,11 @@ class Loader:
         parts = [(f"{name}.down_proj", self.config.hidden_size)]
         return self._summed(parts, inner, has_bias=self.config.mlp_bias)
 
-    def experts(self, name: str, gate: str, up: str, down: str) -> Experts:
+    def mlp(self, name: str, activation: Activation = Activation.SILU) -> Mlp:
+        """Return a gated MLP."""
+        return Mlp(self.gated(name, activation), self.down(name))
+
+    def experts(self, name: str, gate: str, up: str, down: str) -> Linear:
         """Return a router and its experts, whose three projections have these names.
 
         Raises: InvariantError if the config has no experts.
@@ -240,8 +243,10 @@ class Loader:
             parts = [(f"{expert}.{gate}", inner), (f"{expert}.{up}", inner)]
             gate_up = self._plain_gated(parts, hidden, Activation.SILU, has_bias=False)
             back = linear([(f"{expert}.{down}", hidden)], inner)
-            mlps.append(Expert(gate_up, back))
-        return Experts(router, mlps, config.experts, self._ranks)
+            mlps.append(Mlp(gate_up, back))
+        mixture = self.operations.experts(router, mlps, config.experts)
+        # Of each expert a rank has some columns.
+        return mixture if self._shard.is_whole else SummedLinear(mixture, self._ranks)
 
     def linear(self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another.

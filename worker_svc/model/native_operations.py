@@ -11,12 +11,15 @@ from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.packed_linear import PackedLinear
 from kernels.weight_memory import WeightMemory
+from worker_svc.model.model_config import ExpertsConfig
+from worker_svc.model.native_experts import native_experts
 from worker_svc.model.native_stack import native_stack
 from worker_svc.model.operations import (
     LayerCache,
     LayerParts,
     LayerStack,
     Linear,
+    Mlp,
     StackShape,
     StepAttention,
     StepColumns,
@@ -48,6 +51,10 @@ class NativeOperations:
     ) -> Linear:
         """As `linear`, of both matrices together."""
         return PackedLinear(weight, bias, gate=activation, memory=self._memory)
+
+    def experts(self, router: Linear, experts: Sequence[Mlp], config: ExpertsConfig) -> Linear:
+        """As `Operations.experts`."""
+        return native_experts(router, experts, config)
 
     def stack(
         self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape

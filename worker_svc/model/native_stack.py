@@ -6,8 +6,8 @@ import torch
 
 from kernels.cpu_build import native_code
 from kernels.cpu_decoder import Decoder, DecoderGroup, DecoderLayer, DecoderStep
-from kernels.native_linear import HasNativeLinear, NativeLinear
-from worker_svc.model.operations import LayerCache, LayerParts, StackShape, StepColumns
+from kernels.native_linear import native_of
+from worker_svc.model.operations import LayerCache, LayerParts, Mlp, StackShape, StepColumns
 
 
 class NativeStack:
@@ -66,25 +66,10 @@ def native_stack(
         return None
     parts = []
     for layer, group in zip(layers, shape.groups, strict=True):
-        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        natives = [native for linear in linears if (native := _native(linear)) is not None]
-        if len(natives) < len(linears):
+        part = _native_layer(layer, group)
+        if part is None:
             return None
-        qkv, output, gate_up, down = natives
-        parts.append(
-            DecoderLayer(
-                layer.attention_norm,
-                qkv,
-                output,
-                layer.mlp_norm,
-                gate_up,
-                down,
-                layer.head_norms,
-                layer.after_attention_norm,
-                layer.after_mlp_norm,
-                group,
-            )
-        )
+        parts.append(part)
     decoder = Decoder(
         parts,
         last_norm,
@@ -97,5 +82,23 @@ def native_stack(
     return NativeStack(decoder)
 
 
-def _native(linear: object) -> NativeLinear | None:
-    return linear.native if isinstance(linear, HasNativeLinear) else None
+def _native_layer(layer: LayerParts, group: int) -> DecoderLayer | None:
+    qkv, output, mlp = native_of(layer.qkv), native_of(layer.output), layer.mlp
+    gate_up = native_of(mlp.gate_up) if isinstance(mlp, Mlp) else None
+    down = native_of(mlp.down if isinstance(mlp, Mlp) else mlp)
+    if qkv is None or output is None or down is None:
+        return None
+    if isinstance(mlp, Mlp) and gate_up is None:
+        return None
+    return DecoderLayer(
+        layer.attention_norm,
+        qkv,
+        output,
+        layer.mlp_norm,
+        gate_up,
+        down,
+        layer.head_norms,
+        layer.after_attention_norm,
+        layer.after_mlp_norm,
+        group,
+    )

@@ -8,6 +8,7 @@ import torch
 
 from kernels.activation import Activation
 from kernels.checks import Scales
+from worker_svc.model.model_config import ExpertsConfig
 
 
 class LayerCache(NamedTuple):
@@ -25,6 +26,21 @@ class LayerCache(NamedTuple):
 
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """A linear layer. Shapes: [T, in] to [T, out]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """A gated MLP, as a linear layer [E] to [E]."""
+
+    gate_up: Linear
+    """[E] to [I]: activation(gate) * up."""
+
+    down: Linear
+    """[I] to [E]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the MLP adds. Shapes: x, returns [T, E]."""
+        return self.down(self.gate_up(x))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,13 +114,8 @@ class LayerParts(Protocol):
         ...
 
     @property
-    def gate_up(self) -> Linear:
-        """[E] to [I]: activation(gate) * up."""
-        ...
-
-    @property
-    def down(self) -> Linear:
-        """[I] to [E]."""
+    def mlp(self) -> Linear:
+        """[E] to [E]: an `Mlp`, or a mixture of experts."""
         ...
 
     @property
@@ -180,6 +191,13 @@ class Operations(Protocol):
         """Return activation(gate) * up of a linear layer whose rows are those of gate, then of up.
 
         Shapes: weight [2 * I, in], bias [2 * I]; the layer's [T, in] to [T, I].
+        """
+        ...
+
+    def experts(self, router: Linear, experts: Sequence[Mlp], config: ExpertsConfig) -> Linear:
+        """Return the weighted sum of the MLPs that a router chooses for each token, [E] to [E].
+
+        Numerics: probabilities, and the sum over experts, in fp32.
         """
         ...
 

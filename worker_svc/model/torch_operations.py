@@ -9,10 +9,13 @@ from torch.nn import functional
 from kernels import reference
 from kernels.activation import Activation
 from kernels.checks import FP8
+from worker_svc.model.experts import Experts
+from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.operations import (
     LayerCache,
     LayerParts,
     Linear,
+    Mlp,
     StackShape,
     StepAttention,
     StepColumns,
@@ -65,6 +68,10 @@ class TorchOperations:
     ) -> Linear:
         """As `Operations.gated_linear`."""
         return TorchGatedLinear(TorchLinear(weight, bias), activation)
+
+    def experts(self, router: Linear, experts: Sequence[Mlp], config: ExpertsConfig) -> Linear:
+        """As `Operations.experts`."""
+        return Experts(router, experts, config)
 
     def stack(
         self, _layers: Sequence[LayerParts], _last_norm: torch.Tensor, _shape: StackShape

@@ -11,11 +11,14 @@ from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rotary import Store, rotary
 from kernels.silu_and_mul import silu_and_mul
+from worker_svc.model.experts import Experts
+from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.operations import (
     LayerCache,
     LayerParts,
     LayerStack,
     Linear,
+    Mlp,
     StackShape,
     StepAttention,
     StepColumns,
@@ -46,6 +49,10 @@ class TritonOperations:
         linear = TorchLinear(weight, bias)
         multiply = gelu_and_mul if activation is Activation.GELU else silu_and_mul
         return lambda x: multiply(linear(x))
+
+    def experts(self, router: Linear, experts: Sequence[Mlp], config: ExpertsConfig) -> Linear:
+        """Route in torch, which waits for the device to learn how many tokens an expert gets."""
+        return Experts(router, experts, config)
 
     def stack(
         self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape

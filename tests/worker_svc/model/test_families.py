@@ -1,7 +1,7 @@
 """Every model family computes what `transformers` computes."""
 
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -9,22 +9,20 @@ import torch
 import transformers_oracle as oracle
 from gguf_families import write_gguf
 from kernels.cpu_build import native_code
+from kernels.cpu_decoder import Decoder
 from paged_logits import CPU, all_logits
 from tiny_families import FAMILIES, VOCAB, write_family
 from worker_svc.model import families
+from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.model_config import KNOWN_HF_ARCHITECTURES, Family
 from worker_svc.model.native_operations import NativeOperations
-from worker_svc.model.operations import (
-    LayerCache,
-    LayerParts,
-    LayerStack,
-    Operations,
-    StackShape,
-    StepColumns,
-)
+from worker_svc.model.operations import Operations
+from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import load_model
 
+# Correlation with float32's logits; what has 4 bits is far off in random models.
+AT_LEAST = {"float32": 0.99999, "bfloat16": 0.998, "int8": 0.97, "int4": 0.7}
 PROMPT = [(7 * i * i + 3) % VOCAB for i in range(75)]
 
 
@@ -42,51 +40,41 @@ def test_logits_are_those_of_transformers_in_any_chunks(
         assert torch.equal(found.argmax(-1), expected.argmax(-1))
 
 
-class CountsStacks(NativeOperations):
-    """Remembers which layers run as one, and how often."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_runs = 0
-
-    def stack(
-        self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
-    ) -> LayerStack | None:
-        """As `NativeOperations.stack`, counted."""
-        stack = super().stack(layers, last_norm, shape)
-        return None if stack is None else CountedStack(self, stack)
-
-
-class CountedStack:
-    """A stack that counts its runs."""
-
-    def __init__(self, counts: CountsStacks, stack: LayerStack) -> None:
-        self.counts = counts
-        self.stack = stack
-
-    def run(
-        self,
-        hidden: torch.Tensor,
-        columns: Sequence[StepColumns],
-        inverse_frequencies: Sequence[torch.Tensor],
-        caches: Sequence[LayerCache],
-        read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As `LayerStack.run`."""
-        self.counts.num_runs += 1
-        return self.stack.run(hidden, columns, inverse_frequencies, caches, read)
-
-
 @pytest.mark.skipif(native_code() is None, reason="this machine compiles no C++")
-@pytest.mark.parametrize(
-    "name", [name for name in FAMILIES if "mixtral" not in name and "moe" not in name]
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_all_layers_run_in_one_native_call(name: str, dtype: torch.dtype, tmp_path: Path) -> None:
-    write_family(name, tmp_path)
-    operations = CountsStacks()
-    all_logits(load_model(tmp_path, dtype, CPU, operations).model, PROMPT, 25)
-    assert operations.num_runs == 3
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize("name", FAMILIES)
+def test_all_layers_run_in_one_native_call(
+    name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    num_tokens, run = [], Decoder.run
+
+    def counted(self: Decoder, hidden: torch.Tensor, *others: Any) -> torch.Tensor:
+        num_tokens.append(len(hidden))
+        return run(self, hidden, *others)
+
+    monkeypatch.setattr(Decoder, "run", counted)
+    theirs = write_family(name, tmp_path)
+    dtype = torch.float32 if kind == "float32" else torch.bfloat16
+    operations = NativeOperations()
+    if kind.startswith("int"):
+        operations = QuantisedOperations(int(kind[3:]), dtype)
+    model = load_model(tmp_path, dtype, CPU, operations).model
+    found = all_logits(model, PROMPT, 25)
+    assert num_tokens == [25, 25, 25]
+    both = torch.stack((found.flatten(), oracle.logits(theirs, PROMPT).flatten()))
+    assert torch.corrcoef(both)[0, 1] > AT_LEAST[kind]
+
+
+@pytest.mark.parametrize("operations", [TorchOperations, NativeOperations])
+@pytest.mark.parametrize("name", ["llama", "qwen3", "gemma3", "qwen3-moe with dense layers"])
+def test_a_model_that_takes_adapters_is_the_same_model_without_any(
+    name: str, operations: type[Operations], tmp_path: Path
+) -> None:
+    theirs = write_family(name, tmp_path)
+    bank = AdapterBank(torch.float32, CPU)
+    model = load_model(tmp_path, torch.float32, CPU, operations(), adapters=bank).model
+    expected = oracle.logits(theirs, PROMPT)
+    torch.testing.assert_close(all_logits(model, PROMPT, 25), expected, atol=3e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize(
