@@ -9,6 +9,7 @@ from pathlib import Path
 import yaml
 
 from pagemill.cli.exit_status import CliError, ExitStatus
+from pagemill.cli.extras import check_installed
 from pagemill.cli.model_source import Model
 from pagemill.cli.processes import Programs
 
@@ -132,7 +133,11 @@ def threads_of_a_rank(ranks: int, cores: int) -> int:
 
 
 def program(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command line of one of our programs, under this interpreter."""
+    """Return the command line of one of our programs, under this interpreter.
+
+    Raises: CliError if what it needs is not installed.
+    """
+    check_installed(module)
     return (sys.executable, "-m", module, *arguments)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import typer
 
-from pagemill.cli import options, processes
+from pagemill.cli import extras, options, processes
 from pagemill.cli.model_source import resolve
 from pagemill.cli.program_settings import read_config, server_programs
 from pagemill.cli.terminal import say
@@ -72,6 +72,7 @@ def serve(
     A second signal kills at once. Exit status: 0 after a clean stop, else that of the program
     that ended: 2 for an impossible setting, 137 for one that was killed.
     """
+    extras.check_installed(*extras.SERVER)
     file = read_config(config) if config else {}
     found = resolve(model)
     with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
