@@ -14,7 +14,6 @@ from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
     AdapterLoadError,
     DeadlineError,
-    InvariantError,
     RequestError,
     UnavailableError,
     UnknownPinError,
@@ -146,7 +145,7 @@ class Engine:
                 if self._after_turn is not None:
                     self._after_turn(time.monotonic_ns())
                 await self._mailbox.wait()
-        except InvariantError:
+        except Exception:
             self._log_state()
             raise
         finally:

@@ -21,6 +21,7 @@ from scheduler_svc.core.errors import (
 from scheduler_svc.core.miss_reason import MissReason
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.step_pace import StepPace
+from scheduler_svc.core.step_plan import StepPlan
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -323,6 +324,27 @@ async def test_a_contradiction_met_at_the_door_ends_the_loop(
     async with asyncio.timeout(10):
         with pytest.raises(InvariantError):
             await loop
+
+
+@pytest.mark.parametrize("kind", [InvariantError, IndexError, RuntimeError, MemoryError])
+async def test_whatever_ends_the_loop_leaves_the_state_in_the_log(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def break_down(_now_ns: int) -> StepPlan | None:
+        raise kind("planted")
+
+    bench = Bench()
+    loop = asyncio.create_task(bench.engine.run())
+    bench.group.join(NUM_BLOCKS)
+    await until(lambda: bench.scheduler.pool is not None)
+    monkeypatch.setattr(bench.scheduler, "schedule", break_down)
+    async with bench.door.open(submission("victim", [1])):
+        async with asyncio.timeout(10):
+            with pytest.raises(kind, match="planted"):
+                await loop
+    told = capsys.readouterr().out
+    assert f"pool: {NUM_BLOCKS} blocks" in told
+    assert "'victim'" in told
 
 
 async def test_work_that_cannot_start_in_time_is_refused_at_once() -> None:
