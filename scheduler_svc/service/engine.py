@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Protocol
 
 import structlog
@@ -283,7 +284,7 @@ class Engine:
         self._check_taking(submission)
         with self._scheduling() as scheduler:
             scheduler.add(request, time.monotonic_ns(), self._pace)
-        stream = RequestStream(request, self._stop)
+        stream = RequestStream(request, self._stop, submission.call_id)
         self._live.add(stream)
         try:
             with at_deadline(submission.deadline_ns, lambda: self._fail(stream, _too_late())):
@@ -330,17 +331,15 @@ class Engine:
 
     def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
         """End a tenant's live requests; see EngineDoor. Cost: O(live requests)."""
-        live = self._live.of_tenant(tenant)
-        wanted = list(live) if request_ids is None else dict.fromkeys(request_ids)
-        aborted = [request_id for request_id in wanted if request_id in live]
-        self._abort([live[request_id] for request_id in aborted])
-        return aborted, [request_id for request_id in wanted if request_id not in live]
+        found = self._live.named(tenant, request_ids)
+        self._abort(list(dict.fromkeys(chain.from_iterable(found.values()))))
+        return list(found), [each for each in dict.fromkeys(request_ids or ()) if each not in found]
 
     def abort_everyone(self) -> list[str]:
         """End the live requests of all tenants; see EngineDoor."""
         live = self._live.live()
         self._abort(live)
-        return [stream.request.request_id for stream in live]
+        return [name for _, name in dict.fromkeys((it.request.tenant, it.call_id) for it in live)]
 
     def _abort(self, streams: Sequence[RequestStream]) -> None:
         with self._scheduling() as scheduler:

@@ -75,6 +75,7 @@ class RequestStream:
         "_rest",
         "_stop",
         "accepted",
+        "call_id",
         "most_piled",
         "num_piled",
         "piles",
@@ -82,8 +83,9 @@ class RequestStream:
         "waiter",
     )
 
-    def __init__(self, request: Request, stop: "StopAfter") -> None:
+    def __init__(self, request: Request, stop: "StopAfter", call_id: str = "") -> None:
         self.request = request
+        self.call_id = call_id or request.request_id
         self.accepted = Accepted(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
