@@ -26,7 +26,6 @@ from scheduler_svc.core.step_pace import StepPace
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.adapter_desk import AdapterDesk
 from scheduler_svc.service.deadline_timer import at_deadline
-from scheduler_svc.service.embedding_reading import EmbeddingRoom
 from scheduler_svc.service.engine_door import Submission
 from scheduler_svc.service.engine_load import load_of
 from scheduler_svc.service.group_events import (
@@ -36,6 +35,7 @@ from scheduler_svc.service.group_events import (
     Mailbox,
     StepArrived,
 )
+from scheduler_svc.service.held_bytes import HeldBytes
 from scheduler_svc.service.live_streams import LiveStreams
 from scheduler_svc.service.outside_changes import OutsideChanges
 from scheduler_svc.service.plan_timer import PlanTimer
@@ -92,7 +92,7 @@ class Engine:
         self._group = group
         self._scheduling = OutsideChanges(scheduler, mailbox)
         self.adapters = adapters or AdapterDesk(0)
-        self._embeddings = EmbeddingRoom(max_embedding_bytes)
+        self._held_bytes = HeldBytes(max_embedding_bytes)
         self._mailbox = mailbox
         self._incarnation = incarnation
         self._worker_wait_s = worker_wait_s
@@ -271,7 +271,7 @@ class Engine:
         """
         with (
             self.adapters.using(submission.adapter) as adapter,
-            self._embeddings.holding(submission.embeddings),
+            self._held_bytes.of(submission),
         ):
             weight = self._tenant_weights.get(submission.tenant, 1.0)
             async with self._streaming(submission, make_request(submission, weight, adapter)) as it:
