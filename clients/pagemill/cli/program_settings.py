@@ -12,6 +12,7 @@ from pagemill.cli.exit_status import CliError, ExitStatus
 from pagemill.cli.extras import check_installed
 from pagemill.cli.model_source import Model
 from pagemill.cli.processes import Programs
+from pagemill.cli.run_folder import SOCKET
 
 MAX_RANKS = 1024
 """The scheduler's own bound."""
@@ -101,7 +102,7 @@ def server_programs(
             f"config names {', '.join(sorted(unknown))}, no setting of scheduler or worker",
             ExitStatus.USAGE,
         )
-    usual = {"served_model_name": [model.name], "worker_listen": f"unix:{folder / 'workers'}"}
+    usual = {"served_model_name": [model.name], "worker_listen": f"unix:{folder / SOCKET}"}
     scheduler_file = _write(folder / "scheduler.json", _only(SCHEDULER_SETTINGS, {**usual, **file}))
     ranks = num_ranks(flags, file)
     threads = {"threads": threads_of_a_rank(ranks, os.cpu_count() or 1)} if ranks > 1 else {}
