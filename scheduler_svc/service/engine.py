@@ -216,7 +216,7 @@ class Engine:
             return
         unfit = self._scheduler.start_epoch(event.num_blocks, event.root, now_ns, event.kv_groups)
         for request in unfit:
-            self._live.piles[request].stream.end_finished()
+            self._live.piles[request].stream.end_unfit()
 
     def _lose_group(self) -> asyncio.TimerHandle:
         self._ready = False
