@@ -105,6 +105,11 @@ class CausalModel(ABC):
         """Return fp32 logits of hidden states. Shapes: hidden [S, E], returns [S, V]."""
         return self._operations.widen(self._lm_head(hidden))
 
+    @torch.inference_mode()
+    def narrow_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the same numbers in the dtype of the weights, which takes less memory."""
+        return self._lm_head(hidden)
+
     def _columns(
         self,
         positions: torch.Tensor,
