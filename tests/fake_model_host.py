@@ -114,6 +114,7 @@ class FakeHost:
         self.more_devices: tuple[worker_pb2.Device, ...] = ()
         self.used: list[str] = []
         self.num_loads = 0
+        self.num_agreements = 0
         self.ranks: OtherRanks | None = None
         self.limits: list[CacheLimits] = []
         self.runners: list[FakeRunner] = []
@@ -141,6 +142,9 @@ class FakeHost:
         if self.num_loads == 0:
             self._load()
         self.num_loads += 1
+
+    def agree(self) -> None:
+        self.num_agreements += 1
 
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         self.limits.append(limits)

@@ -114,7 +114,7 @@ class LocalModel:
                 self.adapters.move(torch_device)
 
     def load(self, ranks: OtherRanks | None = None) -> None:
-        """Choose an attention backend, read the weights and find the KV scales, but only once.
+        """Choose an attention backend, read the weights and, alone, find the KV scales; once.
 
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
@@ -138,9 +138,17 @@ class LocalModel:
                 self._path, self._dtype, device, operations, ranks, progress, self.adapters.bank
             )
             self._say_what_was_dequantised(self._loaded)
-            self._kv_form = choose_kv_form(self._loaded, self._kv_dtype)
+            self._kv_form = None
+            if self._loaded.ranks.shard.is_whole:
+                self.agree()
             if isinstance(operations, NativeOperations):
                 take_threads_from_torch()
+
+    def agree(self) -> None:
+        """As `ModelHost.agree`: find the KV scales, which may take a step of all ranks."""
+        if self._loaded is None:
+            raise InvariantError("ranks agree before the model is loaded")
+        self._kv_form = choose_kv_form(self._loaded, self._kv_dtype, self._kv_form)
 
     def _say_what_was_dequantised(self, loaded: LoadedModel) -> None:
         if (found := loaded.dequantised) is not None:
@@ -159,7 +167,7 @@ class LocalModel:
         Raises: ConfigError if a limit does not fit the model or the memory; InvariantError
             before `load`.
         """
-        if self._loaded is None:
+        if self._loaded is None or self._kv_form is None:
             raise InvariantError("a runner is wanted before the model is loaded")
         settings = self._settings
         runner_limits = RunnerLimits(

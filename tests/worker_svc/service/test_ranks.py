@@ -86,6 +86,8 @@ def test_after_a_loss_both_come_back_with_their_ranks_caches_and_boot_ids(pair: 
     connections[0].plan(0)
     connections[0].hear("result")
     assert [(host.num_loads, len(host.runners)) for host in pair.hosts] == [(1, 1)] * 2
+    # Each time, since either may be new.
+    assert [host.num_agreements for host in pair.hosts] == [2, 2]
 
 
 def test_another_rank_needs_another_part_and_another_cache(pair: Pair) -> None:
