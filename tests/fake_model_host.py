@@ -108,7 +108,7 @@ class FakeHost:
         load: Callable[[], None] = lambda: None,
         launched: Step | None = None,
     ) -> None:
-        self._step = step
+        self.on_step = step
         self._launched = launched
         self._load = load
         self.more_devices: tuple[worker_pb2.Device, ...] = ()
@@ -158,8 +158,9 @@ class FakeHost:
             blocks_per_request=-(-limits.max_model_len // limits.block_size),
         )
         if self._launched is not None:
-            return FakeLaunchRunner(self._step, self._launched), report
-        self.runners.append(FakeRunner(self._step))
+            return FakeLaunchRunner(self.on_step, self._launched), report
+        # Looked up anew for each step: a test may change it.
+        self.runners.append(FakeRunner(lambda plan: self.on_step(plan)))
         return self.runners[-1], report
 
 

@@ -41,9 +41,7 @@ class KvForm:
         return digest.hexdigest()[:8]
 
 
-def choose_kv_form(
-    loaded: LoadedModel, dtype: torch.dtype, kept: KvForm | None = None
-) -> KvForm:
+def choose_kv_form(loaded: LoadedModel, dtype: torch.dtype, kept: KvForm | None = None) -> KvForm:
     """Return the form of a cache of `dtype`; `kept`, if that is how a cache is stored already.
 
     e4m3 takes the scales of the checkpoint, or measures them. e5m2 takes none: it reaches as far

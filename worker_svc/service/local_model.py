@@ -111,7 +111,6 @@ class LocalModel:
         for device, torch_device in self._usable:
             if device.uuid == uuid and torch_device != self._torch_device:
                 self.device, self._torch_device = device, torch_device
-                self.adapters.move(torch_device)
 
     def load(self, ranks: OtherRanks | None = None) -> None:
         """Choose an attention backend, read the weights and, alone, find the KV scales; once.
@@ -119,15 +118,11 @@ class LocalModel:
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
         """
-        if ranks is not None and not ranks.shard.is_whole and self.adapters.bank is not None:
-            raise ConfigError(
-                f"adapter_dir is {self._settings.adapters.directory!r}, must be unset where "
-                f"tensor_parallel_size is above 1: it is {ranks.shard.world_size}"
-            )
         if self._loaded is None or self._ranks is not ranks:
             # Another part than before: what is there makes room first.
             self._loaded, self._ranks = None, ranks
             wanted, device = self._settings.attention_backend, self._torch_device
+            self.adapters.begin(device)
             operations = choose_operations(
                 wanted, device, self._dtype, self._head_dim, self._log, kv_dtype=self._kv_dtype
             )

@@ -156,9 +156,7 @@ def test_shared_scales_are_the_largest_measured_unless_one_is_kept() -> None:
         rank = group.shard.rank
         own, old = torch.tensor([measured[rank]]), kept[rank]
         old_scales = None if old is None else [Scales(torch.tensor([old]), torch.tensor([old]))]
-        return share_scales(
-            [Scales(own, own)], old_scales, Extent(KV_HEADS, heads[rank]), group
-        )
+        return share_scales([Scales(own, own)], old_scales, Extent(KV_HEADS, heads[rank]), group)
 
     for (found,) in on_all_ranks(3, run):
         assert found.k.tolist() == found.v.tolist() == [2.0, 4.0]
