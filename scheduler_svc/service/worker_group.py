@@ -181,7 +181,8 @@ class WorkerGroup:
         wanted = hello.rank if hello.HasField("rank") else None
         rank = self._places.choose(hello.boot_id, wanted, self._now_s())
         if rank is None:
-            raise JoinRefusedError(grpc.StatusCode.ALREADY_EXISTS, self._why_full())
+            why = f"group {self.number} {self._places.why_full()}"
+            raise JoinRefusedError(grpc.StatusCode.ALREADY_EXISTS, why)
         device_uuid = self._free_device(hello, rank)
         old = self._links.get(rank)
         if old is not None:
@@ -204,15 +205,6 @@ class WorkerGroup:
         raise JoinRefusedError(
             grpc.StatusCode.ALREADY_EXISTS, "every device of the worker is taken by another rank"
         )
-
-    def _why_full(self) -> str:
-        places = [
-            f"rank {rank} is taken by the worker with boot id {boot_id:016x}"
-            for rank, boot_id in sorted(self._places.takers().items())
-        ]
-        if len(places) < self.world_size:
-            places.append("the others are kept for workers that should come back")
-        return f"group {self.number} " + ", ".join(places)
 
     def _ack(
         self, hello: worker_pb2.WorkerHello, rank: int, device_uuid: str
@@ -306,6 +298,10 @@ class WorkerGroup:
     def step_arrived(self, _link: WorkerLink, step: StepArrived) -> None:
         """Pass a result on."""
         self._mailbox.post(step)
+
+    def num_plans_sent(self) -> int:
+        """Return how many plans the leader has got on its stream; 0 without a leader."""
+        return self._leader.num_plans if self._leader is not None else 0
 
     def adapter_answered(self, link: WorkerLink, answer: worker_pb2.AdapterAnswer) -> None:
         """Pass an answer on."""

@@ -88,7 +88,7 @@ class Loader:
         progress: Progress | None = None,
         adapters: AdapterBank | None = None,
     ) -> None:
-        """Take the part of one of several ranks, if there are others. Adapters need the whole.
+        """Take the part of one of several ranks, if there are others.
 
         Raises: ConfigError if there are more than can have a part.
         """
@@ -256,8 +256,8 @@ class Loader:
         linear = self._plain_linear(parts, columns, has_bias=has_bias)
         if self._adapters is None:
             return linear
-        sizes = [(name, _whole(rows)) for name, rows in parts]
-        return self._adapters.wrap(linear, sizes, _whole(columns))
+        extents = [(name, _extent(rows)) for name, rows in parts]
+        return self._adapters.wrap(linear, extents, _extent(columns))
 
     def _plain_linear(
         self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
@@ -363,7 +363,7 @@ class Loader:
         """Return what of a tensor is wanted, once it is known to be there; nothing if all is."""
         if name not in self._left:
             raise ModelError(f"tensor {name} is missing")
-        extents = [Extent.full(size) if isinstance(size, int) else size for size in shape]
+        extents = [_extent(size) for size in shape]
         found, wanted = self._source.shape(name), [extent.whole for extent in extents]
         if found != wanted:
             raise ModelError(f"tensor {name} is {found}, must be {wanted}")
@@ -390,5 +390,5 @@ class Loader:
         return target
 
 
-def _whole(size: Size) -> int:
-    return size if isinstance(size, int) else size.whole
+def _extent(size: Size) -> Extent:
+    return Extent.full(size) if isinstance(size, int) else size

@@ -28,8 +28,8 @@ class LocalAdapters:
         self.bank = AdapterBank(dtype, device) if settings.directory else None
         """What the model must be loaded with. None: adapters are off."""
 
-    def move(self, device: torch.device) -> None:
-        """Be on another device than before. The model must not be loaded yet."""
+    def begin(self, device: torch.device) -> None:
+        """Forget all adapters: a model, or another part of it, is about to be loaded."""
         if self.bank is not None:
             self.bank = AdapterBank(self._dtype, device)
 
@@ -39,10 +39,11 @@ class LocalAdapters:
         Raises: AdapterError if there is none, or it does not fit the model.
         """
         directory = find_directory(self._settings.directory, path)
-        if self.bank is None or not self.bank.targets:
+        bank = self.bank
+        if bank is None or not bank.targets:
             raise AdapterError("the model is not loaded yet")
-        checkpoint = read_checkpoint(directory, self.bank.targets, self._settings.max_rank)
-        return self.bank.prepare(checkpoint.generation, checkpoint.matrices)
+        checkpoint = read_checkpoint(directory, bank.targets, self._settings.max_rank)
+        return bank.prepare(checkpoint.generation, checkpoint.matrices)
 
     def publish(self, slot: int, adapter: LoadedAdapter) -> None:
         """Put an adapter into a slot."""

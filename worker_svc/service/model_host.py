@@ -89,6 +89,13 @@ class ModelHost(Protocol):
         """
         ...
 
+    def agree(self) -> None:
+        """Settle what takes all ranks of a group, each time they have met.
+
+        Raises: ConfigError if it cannot be settled; RanksLostError.
+        """
+        ...
+
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         """Measure memory and make an empty cache. The caller has dropped an earlier runner.
 

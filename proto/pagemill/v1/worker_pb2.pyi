@@ -1070,6 +1070,7 @@ class AdapterChange(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_PLANS_BEFORE_FIELD_NUMBER: _builtins.int
     adapter: _builtins.int
     """Slot, from 1. What is there is replaced."""
     path: _builtins.str
@@ -1078,6 +1079,10 @@ class AdapterChange(_message.Message):
     """Generation of the content, where it is known: a worker that has it loads nothing. 0: unknown."""
     number: _builtins.int
     """Named again by the answer."""
+    num_plans_before: _builtins.int
+    """How many plans rank 0 has got on its stream before this. A rank that has run fewer runs those
+    first: its plans come another way than its changes. 0 where none was sent yet.
+    """
     def __init__(
         self,
         *,
@@ -1085,10 +1090,11 @@ class AdapterChange(_message.Message):
         path: _builtins.str = ...,
         generation: _builtins.int = ...,
         number: _builtins.int = ...,
+        num_plans_before: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generation", b"generation", "number", b"number", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generation", b"generation", "num_plans_before", b"num_plans_before", "number", b"number", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
