@@ -6,11 +6,13 @@
 #include <vector>
 
 #include "decode.h"
+#include "draw.h"
 #include "layers.h"
 #include "linear.h"
 #include "prefill.h"
 #include "quantised.h"
 #include "read.h"
+#include "told.h"
 
 namespace {
 
@@ -238,7 +240,15 @@ extern "C" int pagemill_gelu_and_mul(const SiluAndMul* a) { return activate_over
 extern "C" int pagemill_widen(const Widen* a) {
     return with_type(a->dtype, [&](auto type) { widen_over<decltype(type)>(*a); });
 }
+
+extern "C" int pagemill_tell(const Told* a) {
+    return with_type(a->dtype, [&](auto type) {
+        over_units(a->T, a->num_threads, [&](int64_t t) { tell<decltype(type)>(*a, t); });
+    });
+}
+
 #include "decoder.h"
+#include "experts.h"
 
 // Returns 0, or what an operation returned that failed: 1 if memory is short.
 extern "C" int pagemill_decoder(const Decoder* a) { return decode_layers(*a); }

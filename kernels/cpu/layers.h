@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "activation.h"
 #include "attention.h"
 
 // Mirrored field by field in kernels/cpu_layers.py. Strides count elements.
@@ -140,27 +141,13 @@ struct SiluAndMul {
     int64_t num_threads;
 };
 
-struct Silu {
-    // What the logistic function is taken of.
-    static vec inside(vec x) { return x; }
-};
-
-// With tanh: x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)).
-struct Gelu {
-    static vec inside(vec x) {
-        return x * splat(1.5957691216f) * (splat(1.0f) + splat(0.044715f) * x * x);
-    }
-};
-
 template <class A, class Activation>
 static void activate_token(const SiluAndMul& a, int64_t token) {
     const A *gate = (const A*)a.gate_up + token * a.stride, *up = gate + a.I;
     A* out = (A*)a.out + token * a.I;
-    vec one = splat(1.0f);
     for (int64_t i = 0; i < a.I; i += W) {
         int64_t left = a.I - i;
-        vec x = load_some(gate + i, left);
-        vec activated = x / (one + exp2(Activation::inside(x) * splat(-LOG2_E)));
+        vec activated = activate<Activation>(load_some(gate + i, left));
         store_some(out + i, activated * load_some(up + i, left), left);
     }
 }
