@@ -53,6 +53,7 @@ class WorkerListener:
             vocab_size=3,
             join_secret=join_secret,
             tensor_parallel_size=tensor_parallel_size,
+            max_adapters=2,
         )
         mailbox = Mailbox()
         self.adapters = AdapterDesk(2)

@@ -77,6 +77,9 @@ class JoinTerms:
     tensor_parallel_size: int = 1
     """Ranks of a group."""
 
+    max_adapters: int = 0
+    """Adapters at once, for which workers keep memory."""
+
 
 class WorkerGroup:
     """One group, of as many ranks as the terms say.
@@ -222,6 +225,7 @@ class WorkerGroup:
             pipeline_depth=terms.pipeline_depth,
             heartbeat_s=terms.heartbeat_s,
             num_blocks_override=terms.num_blocks_override,
+            max_adapters=terms.max_adapters,
         )
 
     # For the link.

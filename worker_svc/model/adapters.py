@@ -154,6 +154,24 @@ class AdapterBank:
 
         return adapted
 
+    def largest_bytes(self, rank: int) -> int:
+        """Return what an adapter takes that changes all there is, this rank's parts, by `rank`."""
+        matrices, columns = [0] * len(self._num_rows), [0] * len(self._num_rows)
+        for target in self.targets.values():
+            matrices[target.layer] += 1
+            columns[target.layer] = len(target.columns.mine)
+        sizes = zip(matrices, columns, self._num_rows, strict=True)
+        # As `_fuse` lays them out: each matrix's b is as wide as the layer.
+        return self._run_dtype.itemsize * sum(
+            count * rank * (inputs + outputs) for count, inputs, outputs in sizes
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What is loaded takes."""
+        with self._lock:
+            return sum(adapter.num_bytes for adapter in self._loaded.values())
+
     # Coming and going.
 
     def prepare(self, generation: int, matrices: Mapping[str, LowRankMatrix]) -> LoadedAdapter:
@@ -185,9 +203,14 @@ class AdapterBank:
             b[part] = matrix.b.T
             parts.append(part)
             first = last
-        # A CPU's products of few rows are several times faster in fp32 than in narrower types.
-        dtype = torch.float32 if self._device.type == "cpu" else self._dtype
+        dtype = self._run_dtype
         return _LayerChange(a.to(self._device, dtype), b.to(self._device, dtype), tuple(parts))
+
+    @property
+    def _run_dtype(self) -> torch.dtype:
+        """Of an adapter's matrices."""
+        # A CPU's products of few rows are several times faster in fp32 than in narrower types.
+        return torch.float32 if self._device.type == "cpu" else self._dtype
 
     def publish(self, slot: int, adapter: LoadedAdapter) -> None:
         """Put an adapter into a slot, unless it was read for another part of the model."""

@@ -62,7 +62,8 @@ def choose_kv_form(loaded: LoadedModel, dtype: torch.dtype, kept: KvForm | None 
     if kept is not None and everybody_has:
         return kept
     measured = measure_scales(loaded.model, dtype)
-    shared = share_scales(measured, kept and kept.scales, loaded.kv_heads, loaded.ranks)
+    old = None if kept is None else kept.scales
+    shared = share_scales(measured, old, loaded.kv_heads, loaded.ranks)
     check_scales(shared)
     mine = slice(loaded.kv_heads.mine.start, loaded.kv_heads.mine.stop)
     scales = tuple(Scales(one.k[mine].clone(), one.v[mine].clone()) for one in shared)

@@ -7,6 +7,7 @@ import torch
 from worker_svc.errors import AdapterError
 from worker_svc.model.adapters import AdapterBank, LoadedAdapter
 from worker_svc.model.peft_checkpoint import find_directory, read_checkpoint
+from worker_svc.runtime.adapter_reserve import AdapterReserve, reserve_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +33,10 @@ class LocalAdapters:
         """Forget all adapters: a model, or another part of it, is about to be loaded."""
         if self.bank is not None:
             self.bank = AdapterBank(self._dtype, device)
+
+    def reserve(self, max_adapters: int) -> AdapterReserve:
+        """Return what has to be kept for so many adapters. The model must be loaded."""
+        return reserve_for(self.bank, max_adapters, self._settings.max_rank)
 
     def read(self, path: str) -> LoadedAdapter:
         """Return the adapter of a directory below ours, ready to run.

@@ -174,7 +174,10 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        runner, report = make_runner(self._loaded, runner_limits, self._kv_form, self.adapters.bank)
+        reserve = self.adapters.reserve(limits.max_adapters)
+        runner, report = make_runner(
+            self._loaded, runner_limits, self._kv_form, self.adapters.bank, reserve
+        )
         # Ranks tell each other what was sampled, for which they wait; and only a ModelRunner
         # tells adapters which tokens are whose.
         is_alone = self._loaded.ranks.shard.is_whole and self.adapters.bank is None
