@@ -4,6 +4,7 @@ import contextlib
 import os
 import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,10 +12,8 @@ from pathlib import Path
 from pagemill.cli.exit_status import CliError, ExitStatus
 from pagemill.cli.terminal import say
 
-try:
+if sys.platform != "win32":  # It has no such locks, nor servers.
     import fcntl
-except ImportError:  # Windows has none, nor servers
-    fcntl = None  # type: ignore[assignment]  # looked at before it is used
 
 SOCKET = "workers"
 """Name of the socket between the programs."""
@@ -97,7 +96,7 @@ def _is_sticky(folder: Path) -> bool:
 @contextlib.contextmanager
 def _marked(folder: Path) -> Iterator[None]:
     """Hold a lock in the folder, which the kernel takes away with this process alone."""
-    if fcntl is None:
+    if sys.platform == "win32":
         yield
         return
     # No program that is started here inherits it. Named only once it is locked.
@@ -113,7 +112,7 @@ def _sweep(parent: Path) -> None:
 
     Only what is ours for certain: this user's, marked as this file does, and its mark unlocked.
     """
-    if fcntl is None:
+    if sys.platform == "win32":
         return
     for folder in parent.glob(f"{_PREFIX}*"):
         # Another one may sweep here as well, and what is there may be of any kind.
