@@ -331,6 +331,7 @@ def _terms(settings: SchedulerSettings, facts: ModelFacts, limits: Limits) -> Jo
         vocab_size=facts.vocab_size,
         join_secret=settings.join_secret.get_secret_value(),
         tensor_parallel_size=_ranks(settings, facts),
+        max_adapters=settings.max_loras,
     )
 
 

@@ -146,6 +146,9 @@ class RecordingHost:
     def load(self, ranks: OtherRanks | None = None) -> None:
         self._model.load(ranks)
 
+    def agree(self) -> None:
+        self._model.agree()
+
     def make_runner(self, limits: CacheLimits) -> tuple[RecordingRunner, MemoryReport]:
         runner, report = self._model.make_runner(limits)
         assert isinstance(runner, ModelRunner)

@@ -4,7 +4,6 @@ import contextlib
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -12,8 +11,12 @@ from pathlib import Path
 from pagemill.cli.exit_status import CliError, ExitStatus
 from pagemill.cli.terminal import say
 
-if sys.platform != "win32":  # It has no such locks, nor servers.
+try:
     import fcntl
+except ImportError:  # Windows has none, nor servers
+    _CAN_LOCK = False
+else:
+    _CAN_LOCK = True
 
 SOCKET = "workers"
 """Name of the socket between the programs."""
@@ -96,7 +99,7 @@ def _is_sticky(folder: Path) -> bool:
 @contextlib.contextmanager
 def _marked(folder: Path) -> Iterator[None]:
     """Hold a lock in the folder, which the kernel takes away with this process alone."""
-    if sys.platform == "win32":
+    if not _CAN_LOCK:
         yield
         return
     # No program that is started here inherits it. Named only once it is locked.
@@ -112,7 +115,7 @@ def _sweep(parent: Path) -> None:
 
     Only what is ours for certain: this user's, marked as this file does, and its mark unlocked.
     """
-    if sys.platform == "win32":
+    if not _CAN_LOCK:
         return
     for folder in parent.glob(f"{_PREFIX}*"):
         # Another one may sweep here as well, and what is there may be of any kind.
