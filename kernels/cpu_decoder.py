@@ -7,7 +7,7 @@ from typing import Final
 
 import torch
 
-from kernels import cpu_threads
+from kernels import cache_layout, cpu_threads
 from kernels.checks import ACTIVATIONS, Scales, check_cache, check_contiguous
 from kernels.cpu_attention import AttentionArguments
 from kernels.cpu_build import TYPES
@@ -16,7 +16,7 @@ from kernels.huge_pages import huge_tensor
 from kernels.native_linear import AnyLinear, NativeLinear
 
 KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor, Scales | None]]
-"""Per layer, keys and values [N, S, G, D], and the scales of an fp8 cache."""
+"""Per layer, keys and values in rows or in lanes, and the scales of an fp8 cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -178,8 +178,8 @@ class Decoder:
         Of tokens that are not read the hidden state is undefined. In each layer all tokens store
         before any attends. Values of columns are not read.
 
-        Shapes: hidden [T, E], overwritten; caches: per layer, [N, S, G, D] each, of its dtype or
-            fp8, all alike; returns [T, E].
+        Shapes: hidden [T, E], overwritten; caches: per layer, in rows or in lanes
+            (`cache_layout`), of its dtype or fp8, all alike; returns [T, E].
 
         Raises: ValueError if a shape or dtype is not so; MemoryError.
         """
@@ -258,13 +258,15 @@ class Decoder:
         if len(caches) != len(self._layers):
             raise ValueError(f"caches of {len(caches)} layers, must be {len(self._layers)}")
         first, _, first_scales = caches[0]
-        shape = (*first.shape[:2], attention.G, attention.D)
+        N, S, _, _ = cache_layout.sizes(first)
+        shape = (N, S, attention.G, attention.D)
         for k_cache, v_cache, scales in caches:
             check_cache(k_cache, v_cache, self._dtype, scales, tiled=False)
-            if k_cache.shape != shape or k_cache.dtype != first.dtype:
+            unlike = k_cache.shape != first.shape or k_cache.dtype != first.dtype
+            if unlike or cache_layout.sizes(k_cache) != shape:
                 raise ValueError(
                     f"a cache is {list(k_cache.shape)} {k_cache.dtype}, must be {list(shape)} "
-                    f"{first.dtype}"
+                    f"{first.dtype} in all layers"
                 )
             if _num_scales(scales) != _num_scales(first_scales):
                 raise ValueError("scales are of one number in all layers, or there are none")
@@ -274,8 +276,9 @@ class Decoder:
         self._scale_pointers = _addresses([t for scales in of_layers for t in (scales.k, scales.v)])
         self._arguments.caches = ctypes.addressof(self._cache_pointers)
         self._arguments.scales = ctypes.addressof(self._scale_pointers) if of_layers else None
-        attention.S = first.shape[1]
         for part in (rotary, attention):
+            part.S = S
+            part.in_lanes = cache_layout.is_in_lanes(first)
             part.kv_dtype = TYPES[first.dtype]
             part.scale_stride = 0 if _num_scales(first_scales) == 1 else 1
             part.k_scale = part.v_scale = None

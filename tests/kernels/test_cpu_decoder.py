@@ -9,6 +9,7 @@ import torch
 from kernels import cpu_layers
 from kernels.activation import Activation
 from kernels.checks import Scales, Store
+from kernels.cache_layout import layout
 from kernels.cpu_attention import attend
 from kernels.cpu_build import native_code
 from kernels.cpu_decoder import Decoder, DecoderGroup, DecoderLayer, DecoderStep, KVCaches
@@ -59,20 +60,23 @@ def native(linear: PackedLinear) -> NativeLinear:
     return linear.native
 
 
-def caches(num_layers: int, dtype: torch.dtype, num_scales: int = 0) -> KVCaches:
+def caches(
+    num_layers: int, dtype: torch.dtype, num_scales: int = 0, block_size: int = BLOCK
+) -> KVCaches:
     """Return random caches; with scales of their own in each layer, if any."""
-    shape = (9, BLOCK, KV_HEADS, HEAD_DIM)
+    shape = layout(9, block_size, KV_HEADS, HEAD_DIM, dtype, in_lanes=True)
     draw = torch.Generator().manual_seed(5)
 
-    def one() -> torch.Tensor:
-        return torch.randn(shape, generator=draw).to(dtype)
+    def one() -> tuple[torch.Tensor, torch.Tensor]:
+        k_cache, v_cache = (torch.randn(of, generator=draw).to(dtype) for of in shape)
+        return k_cache, v_cache
 
     def scales() -> Scales | None:
         if not num_scales:
             return None
         return Scales(*(torch.rand(num_scales, generator=draw) + 0.5 for _ in range(2)))
 
-    return [(one(), one(), scales()) for _ in range(num_layers)]
+    return [(*one(), scales()) for _ in range(num_layers)]
 
 
 def one_by_one(
@@ -109,7 +113,7 @@ def one_by_one(
     return cpu_layers.rms_norm(added, norm, EPS, hidden)
 
 
-def a_step(window: int | None, scale: float | None) -> DecoderStep:
+def a_step(window: int | None, scale: float | None, block_size: int = BLOCK) -> DecoderStep:
     """Five new tokens, one behind seven, and two behind two; one token is not kept."""
     seq_lens = torch.tensor([5, 8, 4], dtype=torch.int32)
     starts = torch.tensor([0, 5, 6, 8], dtype=torch.int32)
@@ -121,29 +125,30 @@ def a_group(window: int | None, blocks: list[list[int]], slowest: float = 0.01) 
     angles = positions[:, None].float() * torch.linspace(1, slowest, HEAD_DIM // 2)
     tables = torch.tensor(blocks, dtype=torch.int32)
     row = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2])
-    slots = tables[row, positions // BLOCK].long() * BLOCK + positions % BLOCK
+    slots = tables[row, positions // block_size].long() * block_size + positions % block_size
     slots[4] = -1
     return DecoderGroup(angles.cos(), angles.sin(), slots, tables, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("window", "scale"), [(None, None), (3, 0.4)])
+@pytest.mark.parametrize("block_size", [BLOCK, 16])  # in rows, and in lanes
 def test_layers_in_one_call_equal_layers_one_by_one(
-    dtype: torch.dtype, window: int | None, scale: float | None
+    dtype: torch.dtype, window: int | None, scale: float | None, block_size: int
 ) -> None:
     draw = torch.Generator().manual_seed(1)
     layers = [Layer(dtype, draw) for _ in range(3)]
     norm = torch.rand(HIDDEN, generator=draw).to(dtype)
     decoder = make_decoder(layers, norm)
-    step = a_step(window, scale)
-    kv, expected_kv = caches(3, dtype), caches(3, dtype)
+    step = a_step(window, scale, block_size)
+    kv, expected_kv = (caches(3, dtype, block_size=block_size) for _ in range(2))
     # Twice, so that memory between operations is used again, and with other caches.
     for _ in range(2):
         hidden = torch.randn(8, HIDDEN, generator=draw).to(dtype)
         expected = one_by_one(layers, norm, hidden.clone(), step, expected_kv)
         assert torch.equal(decoder.run(hidden, step, kv), expected)
         assert same(kv, expected_kv)
-        kv, expected_kv = caches(3, dtype), caches(3, dtype)
+        kv, expected_kv = (caches(3, dtype, block_size=block_size) for _ in range(2))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -68,6 +68,11 @@ class CausalModel(ABC):
         # How many tokens an expert gets depends on the tokens.
         return self._operations.can_be_recorded and self.config.experts is None
 
+    @property
+    def keys_in_lanes(self) -> bool:
+        """How it wants its cache. See `Operations`."""
+        return self._operations.keys_in_lanes
+
     @abstractmethod
     def forward(
         self,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import cpu_layers
+from kernels import cache_layout, cpu_layers
 from kernels.activation import Activation
 from kernels.checks import Store
 from kernels.cpu_attention import attend
@@ -30,6 +30,7 @@ class NativeOperations:
     """See `Operations`."""
 
     can_be_recorded = False
+    keys_in_lanes = True
     __slots__ = ("_memory",)
 
     def __init__(self) -> None:
@@ -107,7 +108,7 @@ class _NativeAttention:
     def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
         """As `StepAttention.attend`."""
         k_cache, v_cache, scales = cache
-        num_kv_heads, head_dim = k_cache.shape[2:]
+        _, _, num_kv_heads, head_dim = cache_layout.sizes(k_cache)
         columns = self.columns
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:]
         k, v = kv[:, :num_kv_heads], kv[:, num_kv_heads:]

@@ -174,6 +174,9 @@ class Operations(Protocol):
     """Whether a step can be recorded as a graph: nothing waits for the device, and no shape
     depends on what a tensor holds."""
 
+    keys_in_lanes: bool
+    """Whether a cache is in lanes where its blocks allow it (`kernels.cache_layout`)."""
+
     @property
     def weight_dtype(self) -> torch.dtype | None:
         """In what type `linear` wants its weight. None: in the run dtype, as its bias."""

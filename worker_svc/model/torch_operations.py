@@ -51,6 +51,7 @@ class TorchOperations:
     """See `Operations`."""
 
     can_be_recorded = False
+    keys_in_lanes = False
 
     @property
     def weight_dtype(self) -> torch.dtype | None:

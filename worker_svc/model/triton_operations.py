@@ -30,6 +30,7 @@ class TritonOperations:
     """See `Operations`. Products are cuBLAS's (or rocBLAS's), through torch."""
 
     can_be_recorded = True
+    keys_in_lanes = False
 
     @property
     def weight_dtype(self) -> torch.dtype | None:

@@ -102,7 +102,10 @@ def make_runner(
         num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, max_model_len, needs, kept)
     # Each rank has its part of every block, so all have as many as the one with the least room.
     num_blocks = loaded.ranks.least(num_blocks)
-    cache = KVCache(config, num_blocks, limits.block_size, form.dtype, model.device, form.scales)
+    cache = KVCache(
+        config, num_blocks, limits.block_size, form.dtype, model.device, form.scales,
+        in_lanes=model.keys_in_lanes,
+    )  # fmt: skip
     runner = ModelRunner(
         model,
         cache,
@@ -190,7 +193,10 @@ def run_largest_step(model: CausalModel, limits: RunnerLimits, form: KvForm | No
     width = blocks_for(int(counts[0]), limits.block_size)
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     form = form or KvForm(model.dtype, None, "")
-    cache = KVCache(model.config, 1, limits.block_size, form.dtype, model.device, form.scales)
+    cache = KVCache(
+        model.config, 1, limits.block_size, form.dtype, model.device, form.scales,
+        in_lanes=model.keys_in_lanes,
+    )  # fmt: skip
     num_tokens, device, num_groups = int(starts[-1]), model.device, len(model.config.kv_groups)
     slot_mapping = torch.full((num_tokens,), -1, device=device)
     block_table = torch.ones((num_rows, width), dtype=torch.int32, device=device)

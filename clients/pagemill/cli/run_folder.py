@@ -14,7 +14,9 @@ from pagemill.cli.terminal import say
 try:
     import fcntl
 except ImportError:  # Windows has none, nor servers
-    fcntl = None  # type: ignore[assignment]  # looked at before it is used
+    _CAN_LOCK = False
+else:
+    _CAN_LOCK = True
 
 SOCKET = "workers"
 """Name of the socket between the programs."""
@@ -97,7 +99,7 @@ def _is_sticky(folder: Path) -> bool:
 @contextlib.contextmanager
 def _marked(folder: Path) -> Iterator[None]:
     """Hold a lock in the folder, which the kernel takes away with this process alone."""
-    if fcntl is None:
+    if not _CAN_LOCK:
         yield
         return
     # No program that is started here inherits it. Named only once it is locked.
@@ -113,7 +115,7 @@ def _sweep(parent: Path) -> None:
 
     Only what is ours for certain: this user's, marked as this file does, and its mark unlocked.
     """
-    if fcntl is None:
+    if not _CAN_LOCK:
         return
     for folder in parent.glob(f"{_PREFIX}*"):
         # Another one may sweep here as well, and what is there may be of any kind.
