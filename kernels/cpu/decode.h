@@ -79,8 +79,9 @@ private:
 
 constexpr int64_t MAX_SEGMENTS = TILE;  // of a tile: parts of blocks
 
-// Finds the runs of memory in which a tile's keys and values lie, block by block. Returns how many:
-// 2 at most for each segment, and in lanes for each head of GROUPS segments.
+// Finds the runs of memory in which the keys and values of a tile lie, block by block; not of a
+// request's first tile, which a window may cut. Returns how many: 2 at most for each segment, and in
+// lanes for each head of GROUPS segments.
 static inline int64_t find_runs(const Attention& a, const Places& places, const Tile& tile,
                                 int64_t first, int64_t itemsize, Ahead::Run* runs) {
     int64_t count = 0;
@@ -90,8 +91,7 @@ static inline int64_t find_runs(const Attention& a, const Places& places, const 
             runs[count++] = {at, at + elements * itemsize};
         }
     };
-    // In lanes with the whole of a group.
-    for (int64_t t = a.in_lanes ? 0 : tile.from, next; t < tile.end; t = next) {
+    for (int64_t t = 0, next; t < tile.end; t = next) {
         int64_t slot = (first + t) % a.S, tokens = std::min(a.S - slot, tile.end - t);
         next = t + tokens;
         if (!a.in_lanes || tokens == a.S) {
@@ -235,11 +235,7 @@ static void decode(const Attention& a, int64_t request, int64_t token, int64_t s
     idle.start(nothing, 0);
     // A group starts at a multiple of LANES.
     int64_t first = start / LANES * LANES;
-    if (start < end) {
-        next.find(places, first, start, end);
-        ahead.start(s.runs, find_runs(a, places, next, first, sizeof(T), s.runs));
-        ahead.finish();
-    }
+    if (start < end) next.find(places, first, start, end);
     for (; first < end; first += TILE) {
         tile = next;
         int64_t num_runs = 0, behind = first + TILE;
