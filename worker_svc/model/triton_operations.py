@@ -10,6 +10,8 @@ from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rotary import Store, rotary
 from kernels.silu_and_mul import silu_and_mul
+from worker_svc.model.kept_linear import KeptLinear, kept_linear
+from worker_svc.model.kept_values import NotKept
 from worker_svc.model.operations import (
     LayerCache,
     LayerParts,
@@ -19,11 +21,13 @@ from worker_svc.model.operations import (
     StepAttention,
     StepColumns,
 )
+from worker_svc.model.quantised_config import Quantisation
+from worker_svc.model.quantised_matrix import QuantisedMatrix
 from worker_svc.model.torch_operations import TorchLinear, gelu_and_mul, norm_heads
 
 
 class TritonOperations:
-    """See `Operations`. Products are cuBLAS's (or rocBLAS's), through torch."""
+    """See `Operations`. Plain weights are multiplied by cuBLAS (or rocBLAS), through torch."""
 
     can_be_recorded = True
 
@@ -42,6 +46,22 @@ class TritonOperations:
         """Multiply by the weight as it is, then activate."""
         linear = TorchLinear(weight, bias)
         return lambda x: silu_and_mul(linear(x))
+
+    def keeps(self, known: Quantisation) -> bool:
+        """Whatever is read."""
+        return True
+
+    def kept_linear(
+        self,
+        matrices: Sequence[QuantisedMatrix],
+        known: Quantisation,
+        bias: torch.Tensor | None,
+        device: torch.device,
+        *,
+        is_gated: bool = False,
+    ) -> KeptLinear | NotKept:
+        """Lay the values out for `quantised_matmul`."""
+        return kept_linear(matrices, known, bias, device, is_gated=is_gated)
 
     def stack(
         self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
