@@ -513,7 +513,11 @@ def quantised(run: Run) -> None:
     for tokens in (1, sized(16, 3), many):
         x = torch.randn(tokens, columns, device=DEVICE).to(BF16)
         bf16 = timed(*(partial(functional.linear, x, weight) for weight in plain))
-        for form, group, goal in (("int4", 128, ">= 2"), ("int8", 0, ">= 1.6"), ("e4m3", 0, ">= 1.6")):
+        for form, group, goal in (
+            ("int4", 128, ">= 2"),
+            ("int8", 0, ">= 1.6"),
+            ("e4m3", 0, ">= 1.6"),
+        ):
             weights = [kept_weight(form, rows, columns, group) for _ in range(copies)]
             seconds = timed(*(partial(quantised_matmul, x, weight) for weight in weights))
             case = f"{form}, {tokens} x {columns} to {rows}"

@@ -1,9 +1,9 @@
 """Weights of 4 or 8 bits laid out for `quantised_matmul`: whole words, in the order it reads them.
 
-    words [C, O, W] int32        a chunk of inputs (128 of them) of one output: W words, 64 bytes
-                                 of 4-bit values or 128 of 8-bit ones; chunks of neighbouring
+    words [P, O, W] int32        a panel of inputs (128 of them) of one output: W words, 64 bytes
+                                 of 4-bit values or 128 of 8-bit ones; panels of neighbouring
                                  outputs lie side by side
-    word j, half h, place p      is input p * 2 * W + 2 * j + h of the chunk, at bit
+    word j, half h, place p      is input p * 2 * W + 2 * j + h of the panel, at bit
                                  16 * h + bits * p of the word
 
 One shift and one mask then give two weights, neighbours in the sum, in the halves of a register.
@@ -17,8 +17,8 @@ import torch
 Form: TypeAlias = Literal["int4", "int8", "e4m3"]
 
 BITS: Final[dict[Form, int]] = {"int4": 4, "int8": 8, "e4m3": 8}
-CHUNK: Final = 128
-"""Inputs of a chunk, but where small groups want smaller ones."""
+PANEL: Final = 128
+"""Inputs of a panel, but where small groups want smaller ones."""
 
 GROUPS: Final = (128, 64, 32, 16)
 """How many inputs may share a scale. The last is what a tensor core takes at a time."""
@@ -35,17 +35,17 @@ class KeptWeight:
 
     form: Form
     num_inputs: int
-    chunk: int
-    """Inputs of a chunk."""
+    panel: int
+    """Inputs of a panel."""
 
     group: int
     """Inputs that share a scale, of `GROUPS`; 0: all."""
 
     words: torch.Tensor
-    """[C, O, chunk * bits / 32] int32. Behind the last input there are zeros."""
+    """[P, O, panel * bits / 32] int32. Behind the last input there are zeros."""
 
     scales: torch.Tensor
-    """[C * chunk / group, O], or [1, O]; fp16, bf16 or fp32, whichever is exact."""
+    """[P * panel / group, O], or [1, O]; fp16, bf16 or fp32, whichever is exact."""
 
     zeros: torch.Tensor | None
     """As scales, uint8. None: all are `zero`."""
@@ -102,26 +102,26 @@ def lay_out(
     """
     _check(form, values, scales, zeros, group)
     bits, columns = BITS[form], values.shape[1]
-    chunk = min(CHUNK, group * 16 // bits) if group else CHUNK
-    num_chunks = -(-columns // chunk)
-    rows = 1 if not group else num_chunks * chunk // group
+    panel = min(PANEL, group * 16 // bits) if group else PANEL
+    num_panels = -(-columns // panel)
+    rows = 1 if not group else num_panels * panel // group
     zero = 0 if zeros is None else int(zeros.flatten()[0])
     if zeros is not None and bool((zeros == zero).all()):
         zeros = None
     return KeptWeight(
-        form, columns, chunk, group, _words(values, bits, chunk), _narrow(_rows(scales, rows)),
+        form, columns, panel, group, _words(values, bits, panel), _narrow(_rows(scales, rows)),
         None if zeros is None else _rows(zeros, rows).to(torch.uint8), zero,
     )  # fmt: skip
 
 
-def _words(values: torch.Tensor, bits: int, chunk: int) -> torch.Tensor:
-    """Shapes: values [O, I] uint8, returns [C, O, chunk * bits / 32] int32."""
+def _words(values: torch.Tensor, bits: int, panel: int) -> torch.Tensor:
+    """Shapes: values [O, I] uint8, returns [P, O, panel * bits / 32] int32."""
     rows, columns = values.shape
-    num_chunks, places = -(-columns // chunk), 16 // bits
-    padded = values.new_zeros((rows, num_chunks * chunk))
+    num_panels, places = -(-columns // panel), 16 // bits
+    padded = values.new_zeros((rows, num_panels * panel))
     padded[:, :columns] = values
-    by_place = padded.view(rows, num_chunks, places, chunk // places // 2, 2)
-    words = torch.zeros((rows, num_chunks, chunk // places // 2), dtype=torch.int32)
+    by_place = padded.view(rows, num_panels, places, panel // places // 2, 2)
+    words = torch.zeros((rows, num_panels, panel // places // 2), dtype=torch.int32)
     for place in range(places):
         for half in range(2):
             words |= by_place[:, :, place, :, half].int() << (16 * half + bits * place)

@@ -54,9 +54,9 @@ def quantised_matmul(
         check_contiguous(bias=bias)
     if T == 0:
         return out
-    target, num_chunks = target_of(x.device), len(weight.words)
+    target, num_panels = target_of(x.device), len(weight.words)
     tile = matmul_tile(
-        target, T, O, num_chunks, weight.group, bits=BITS[weight.form], dtype=x.dtype
+        target, T, O, num_panels, weight.group, bits=BITS[weight.form], dtype=x.dtype
     )
     parts = out if tile.splits == 1 else torch.empty(
         (tile.splits, T, O), dtype=torch.float32, device=x.device
@@ -64,10 +64,11 @@ def quantised_matmul(
     grid = (triton.cdiv(T, tile.rows), triton.cdiv(O, tile.columns), tile.splits)
     _quantised_matmul[grid](
         x, weight.words, weight.scales, zeros, out if bias is None else bias, parts, x.stride(0),
-        parts.stride(-2), T, O, weight.num_inputs, num_chunks, FORM=weight.form,
-        CHUNK=weight.chunk, GROUP=weight.group, ZERO=weight.zero,
+        parts.stride(-2), T, O, weight.num_inputs, num_panels, FORM=weight.form,
+        PANEL=weight.panel, GROUP=weight.group or weight.panel, IS_WHOLE=not weight.group,
+        ZERO=weight.zero,
         HAS_ZEROS=weight.zeros is not None, HAS_BIAS=bias is not None,
-        IS_EVEN=weight.num_inputs % weight.chunk == 0,
+        IS_EVEN=weight.num_inputs % weight.panel == 0,
         ROWS=tile.rows, COLUMNS=tile.columns, SPLITS=tile.splits,
         DOT=tl.float32 if target.interpreted else None, PRECISION=target.fp32_products,
         num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
@@ -93,10 +94,11 @@ def _quantised_matmul(
     num_tokens,
     num_outputs,
     num_inputs,
-    num_chunks,
+    num_panels,
     FORM: tl.constexpr,
-    CHUNK: tl.constexpr,
+    PANEL: tl.constexpr,
     GROUP: tl.constexpr,
+    IS_WHOLE: tl.constexpr,
     ZERO: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     HAS_BIAS: tl.constexpr,
@@ -107,7 +109,7 @@ def _quantised_matmul(
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """One program per (tile of tokens, tile of outputs, split of the chunks).
+    """One program per (tile of tokens, tile of outputs, split of the panels).
 
     Weights are the product's left side: that is the one a warpgroup takes from registers.
 
@@ -119,23 +121,23 @@ def _quantised_matmul(
     IN: tl.constexpr = x_ptr.dtype.element_ty
     DTYPE: tl.constexpr = IN if DOT is None else DOT
     PLACES: tl.constexpr = 4 if FORM == "int4" else 2
-    PIECE: tl.constexpr = CHUNK // PLACES
+    PIECE: tl.constexpr = PANEL // PLACES
     word, element = tl.arange(0, PIECE // 2), tl.arange(0, PIECE)
-    share = tl.cdiv(num_chunks, SPLITS)
+    share = tl.cdiv(num_panels, SPLITS)
     start = tl.program_id(2) * share
     scale, zero = tl.zeros([COLUMNS, 1], tl.float32), tl.zeros([COLUMNS, 1], tl.int32)
-    if GROUP == 0:
+    if IS_WHOLE:
         scale, zero = _scale_and_zero(scales_ptr, zeros_ptr, column, inside, ZERO, HAS_ZEROS)
 
     acc = tl.zeros([COLUMNS, ROWS], tl.float32)
-    for chunk in range(start, tl.minimum(start + share, num_chunks)):
-        at = (tl.cast(chunk, tl.int64) * num_outputs + column) * (PIECE // 2)
+    for panel in range(start, tl.minimum(start + share, num_panels)):
+        at = (tl.cast(panel, tl.int64) * num_outputs + column) * (PIECE // 2)
         words = tl.load(words_ptr + at[:, None] + word[None, :], inside[:, None], 0)
         part = tl.zeros([COLUMNS, ROWS], tl.float32)
         for place in tl.static_range(PLACES):
-            first = chunk * CHUNK + place * PIECE
-            if GROUP > 0 and place * PIECE % max(GROUP, 1) == 0:
-                at_group = tl.cast(first // max(GROUP, 1), tl.int64) * num_outputs + column
+            first = panel * PANEL + place * PIECE
+            if not IS_WHOLE and place * PIECE % GROUP == 0:
+                at_group = tl.cast(first // GROUP, tl.int64) * num_outputs + column
                 scale, zero = _scale_and_zero(
                     scales_ptr, zeros_ptr, at_group, inside, ZERO, HAS_ZEROS
                 )
@@ -144,14 +146,14 @@ def _quantised_matmul(
             wanted = exists if IS_EVEN else exists & (first + element < num_inputs)[:, None]
             x = tl.load(x_at, wanted, 0.0).to(DTYPE)
             weights = _weights(words, place, zero, FORM, IN, DTYPE)
-            if GROUP == 0:
+            if IS_WHOLE:
                 acc = tl.dot(weights, x, acc, input_precision=PRECISION)
             else:
                 part = tl.dot(weights, x, part, input_precision=PRECISION)
-                if (place + 1) * PIECE % max(GROUP, 1) == 0:
+                if (place + 1) * PIECE % GROUP == 0:
                     acc += part * scale
 
-    if GROUP == 0:
+    if IS_WHOLE:
         acc *= scale
     if FORM == "e4m3":
         acc *= 256.0

@@ -34,16 +34,16 @@ def round_rows(x: torch.Tensor) -> torch.Tensor:
 
 def kept_weight(weight: KeptWeight) -> torch.Tensor:
     """Return what a weight in words stands for. Shape: [O, I] fp32."""
-    bits, chunk, columns = BITS[weight.form], weight.chunk, weight.num_inputs
-    num_chunks, rows = weight.words.shape[:2]
-    values = torch.empty((rows, num_chunks * chunk), dtype=torch.uint8)
-    per_half = chunk * bits // 16
-    for number in range(chunk):
+    bits, panel, columns = BITS[weight.form], weight.panel, weight.num_inputs
+    num_panels, rows = weight.words.shape[:2]
+    values = torch.empty((rows, num_panels * panel), dtype=torch.uint8)
+    per_half = panel * bits // 16
+    for number in range(panel):
         place, within = divmod(number, per_half)
         word, half = divmod(within, 2)
         of_words = weight.words[:, :, word].cpu() >> (16 * half + bits * place)
-        values[:, number::chunk] = (of_words & ((1 << bits) - 1)).to(torch.uint8).T
-    group = weight.group or num_chunks * chunk
+        values[:, number::panel] = (of_words & ((1 << bits) - 1)).to(torch.uint8).T
+    group = weight.group or num_panels * panel
     spread = (
         grid.cpu().float().T.repeat_interleave(group, 1)[:, :columns]
         for grid in (weight.scales, weight.zeros)

@@ -121,29 +121,29 @@ def test_as_many_bytes_are_touched_as_the_cost_says(form: Form, group: int) -> N
     target=st.sampled_from(TARGETS),
     tokens=st.integers(1, 9000),
     outputs=st.integers(1, 150000),
-    chunks=st.integers(1, 300),
+    panels=st.integers(1, 300),
     group=groups,
     bits=st.sampled_from([4, 8]),
     dtype=dtypes,
 )
 def test_a_tile_covers_what_there_is_and_splits_only_long_sums(
-    target: Target, tokens: int, outputs: int, chunks: int, group: int, bits: int,
+    target: Target, tokens: int, outputs: int, panels: int, group: int, bits: int,
     dtype: torch.dtype,
 ) -> None:  # fmt: skip
-    tile = matmul_tile(target, tokens, outputs, chunks, group, bits=bits, dtype=dtype)
+    tile = matmul_tile(target, tokens, outputs, panels, group, bits=bits, dtype=dtype)
     for size in (tile.rows, tile.columns, tile.num_warps):
         assert size & (size - 1) == 0
     assert 16 <= tile.rows <= 128
     # The next smaller tile would not hold them.
     assert tile.rows == 16 or tokens > tile.rows // 2
-    assert 1 <= tile.splits <= max(1, chunks // 4)
+    assert 1 <= tile.splits <= max(1, panels // 4)
     programs = -(-tokens // tile.rows) * -(-outputs // tile.columns)
     # Another split would be one wave more than is wanted.
     assert tile.splits == 1 or programs * (tile.splits - 1) < 2 * target.num_processors
 
 
 def test_decoding_fills_an_h200_and_prefill_is_not_split() -> None:
-    shape = {"num_outputs": 4096, "num_chunks": 32, "group": 128, "bits": 4}
+    shape = {"num_outputs": 4096, "num_panels": 32, "group": 128, "bits": 4}
     h200, dtype = Target("sm_90", 132), torch.bfloat16
     assert matmul_tile(h200, 1, **shape, dtype=dtype) == MatmulTile(16, 128, 8, 4, 4)
     assert matmul_tile(h200, 4096, **shape, dtype=dtype) == MatmulTile(128, 128, 1, 8, 3)

@@ -79,7 +79,7 @@ def test_weights_take_the_bytes_of_their_bits(tmp_path: Path) -> None:
     path, plain = checkpoint(tmp_path, awq(32))
     in_layers = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)
     others = 4 * (2 * 272 * 64 + 5 * 64)
-    # Chunks of 128 inputs are filled up where there are 64: all but `down`, half of the words.
+    # Panels of 128 inputs are filled up where there are 64: all but `down`, half of the words.
     filled = 2 * (64 * 128 + 64 * 64 + 2 * 64 * 128)
     expected = (in_layers + filled) // 2 + (in_layers + filled) // 32 * 3
     loaded = load(path)
