@@ -86,8 +86,13 @@ async def until(reached: Callable[[], bool]) -> float:
     return time.monotonic() - started
 
 
-async def test_a_killed_rank_is_a_pause(tiny: Path) -> None:
-    with serving(str(tiny), *ranks(2)) as served:
+FP8 = ("--kv-cache-dtype", "fp8")
+"""The new rank has no scales: all measure again, and those that stayed keep theirs."""
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(FP8, marks=pytest.mark.slow)])
+async def test_a_killed_rank_is_a_pause(flags: tuple[str, ...], tiny: Path) -> None:
+    with serving(str(tiny), *ranks(2), *flags) as served:
         async with AsyncClient(served.address) as client:
             expected: list[int] = []
             await stream(client, 200, expected)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.activation import Activation
 from kernels.dispatch import WeightCase, why_not_kept
 from kernels.kept_weight import Form, KeptWeight, group_of, lay_out
 from kernels.quantised_matmul import quantised_matmul
@@ -13,18 +14,20 @@ from kernels.tuned import target_of
 from worker_svc.model.kept_values import NotKept
 from worker_svc.model.quantised_config import Quantisation
 from worker_svc.model.quantised_matrix import QuantisedMatrix
+from worker_svc.model.torch_operations import gelu_and_mul
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class KeptLinear:
-    """x @ weight.T + bias; or, gated, silu(gate) * up of such a product [gate, up]."""
+    """x @ weight.T + bias; or, gated, act(gate) * up of such a product [gate, up]."""
 
     weight: KeptWeight
     bias: torch.Tensor | None
     order: torch.Tensor | None
     """[in] int64. The inputs by the groups they are in; None: they lie so."""
 
-    is_gated: bool
+    gate: Activation | None
+    """None: the product as it is."""
 
     @property
     def num_bytes(self) -> int:
@@ -36,7 +39,9 @@ class KeptLinear:
         if self.order is not None:
             x = x.index_select(1, self.order)
         product = quantised_matmul(x, self.weight, self.bias)
-        return silu_and_mul(product) if self.is_gated else product
+        if self.gate is None:
+            return product
+        return gelu_and_mul(product) if self.gate is Activation.GELU else silu_and_mul(product)
 
 
 def kept_linear(
@@ -44,8 +49,7 @@ def kept_linear(
     known: Quantisation,
     bias: torch.Tensor | None,
     device: torch.device,
-    *,
-    is_gated: bool = False,
+    gate: Activation | None = None,
 ) -> KeptLinear | NotKept:
     """Lay matrices out above one another, or say why not.
 
@@ -73,7 +77,7 @@ def kept_linear(
         torch.cat(zeros) if zeros else None,
         group=group,
     )
-    return KeptLinear(weight.to(device), bias, None if is_sorted else order.to(device), is_gated)
+    return KeptLinear(weight.to(device), bias, None if is_sorted else order.to(device), gate)
 
 
 def _form(known: Quantisation) -> Form:

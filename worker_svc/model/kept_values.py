@@ -6,6 +6,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
+from kernels.activation import Activation
 from kernels.quantised_linear import QuantisedWeight
 from kernels.reference_quantised import GROUP
 from worker_svc.model.quantised_config import Quantisation
@@ -58,8 +59,7 @@ class KeepsValues(Protocol):
         known: Quantisation,
         bias: torch.Tensor | None,
         device: torch.device,
-        *,
-        is_gated: bool = False,
+        gate: Activation | None = None,
     ) -> SizedLinear | NotKept:
         """Return a linear layer, or a gated one, of matrices above one another."""
         ...

@@ -53,7 +53,7 @@ class Checkpoint(NamedTuple):
     """64 bits of a hash of both files. Not 0."""
 
     matrices: Mapping[str, LowRankMatrix]
-    """By the module they change. fp32."""
+    """By the module they change, this rank's parts. fp32."""
 
 
 def find_directory(root: str, path: str) -> Path:
@@ -88,7 +88,7 @@ def read_checkpoint(
     config_bytes = _read(directory, CONFIG_FILE, _MAX_CONFIG_BYTES)
     rank, scale = _read_config(config_bytes, max_rank)
     bound = _MAX_HEAD_BYTES + 4 * sum(
-        rank * (target.num_rows + target.num_columns) for target in targets.values()
+        rank * (target.rows.whole + target.columns.whole) for target in targets.values()
     )
     weight_bytes = _read(directory, WEIGHTS_FILE, bound)
     try:
@@ -172,7 +172,8 @@ def _pair(
                 f"{WEIGHTS_FILE}: no module {module[:200]} of the model can be changed; known "
                 f"are {', '.join(known)} of its layers"
             )
-        wanted = (rank, target.num_columns) if found["which"] == "A" else (target.num_rows, rank)
+        columns, rows = target.columns.whole, target.rows.whole
+        wanted = (rank, columns) if found["which"] == "A" else (rows, rank)
         if tuple(tensor.shape) != wanted or not tensor.is_floating_point():
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {name} is {list(tensor.shape)} {tensor.dtype}, must be "
@@ -187,5 +188,6 @@ def _pair(
         if len(pair) < 2:
             raise AdapterError(f"{WEIGHTS_FILE}: {module} has only lora_{next(iter(pair))}")
     return {
-        module: LowRankMatrix(a=pair["A"], b=pair["B"] * scale) for module, pair in halves.items()
+        module: LowRankMatrix(pair["A"], pair["B"] * scale).part_for(targets[module])
+        for module, pair in halves.items()
     }

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.activation import Activation
 from kernels.quantised_linear import QuantisedLinear, quantise
 from worker_svc.model.kept_values import NotKept, keep, stacked
 from worker_svc.model.native_operations import NativeOperations
@@ -44,8 +45,7 @@ class QuantisedOperations(NativeOperations):
         known: Quantisation,
         bias: torch.Tensor | None,
         device: torch.device,
-        *,
-        is_gated: bool = False,
+        gate: Activation | None = None,
     ) -> QuantisedLinear | NotKept:
         """Lay the values out, in a copy."""
         found = [keep(matrix, known.bits) for matrix in matrices]
@@ -53,7 +53,7 @@ class QuantisedOperations(NativeOperations):
         if len(parts) < len(found):
             return NotKept("inputs that share a scale are not in whole groups of 32")
         return QuantisedLinear(
-            stacked(parts), bias, dtype=self._dtype, is_gated=is_gated, memory=self._memory
+            stacked(parts), bias, dtype=self._dtype, gate=gate, memory=self._memory
         )
 
     def linear(
@@ -63,7 +63,11 @@ class QuantisedOperations(NativeOperations):
         rounded = quantise(weight, 8 if is_head else self._bits)
         return QuantisedLinear(rounded, bias, dtype=self._dtype, memory=self._memory)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
         """As `linear`, of both matrices together."""
         rounded = quantise(weight, self._bits)
-        return QuantisedLinear(rounded, bias, dtype=self._dtype, is_gated=True, memory=self._memory)
+        return QuantisedLinear(
+            rounded, bias, dtype=self._dtype, gate=activation, memory=self._memory
+        )

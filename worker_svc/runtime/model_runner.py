@@ -141,7 +141,9 @@ class ModelRunner:
             self._adapters.begin(self.rows.adapter[running], self.rows.num_new_tokens[running])
         prepared = perf_counter_ns()
         hidden = self._compute(inputs)
-        prompts = find_prompt_logprobs(self._model.logits, hidden, self.rows, running, self._ranks)
+        prompts = find_prompt_logprobs(
+            self._model.narrow_logits, hidden, self.rows, running, self._ranks
+        )
         vectors = self._pooler.pool(hidden, self.rows, running)
         logits = self._model.logits(hidden[inputs.last_tokens])
         computed = perf_counter_ns()
@@ -180,6 +182,7 @@ class ModelRunner:
             inputs.seq_lens,
             inputs.query_start_loc,
             inputs.embedded,
+            inputs.read_tokens,
         )
 
     def _sample(self, logits: torch.Tensor, rows: Int64Array) -> Sampled:

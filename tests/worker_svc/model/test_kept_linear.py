@@ -1,6 +1,7 @@
 """On a GPU's kernels, here interpreted, a checkpoint's values of few bits multiply as they are."""
 
 from collections.abc import Callable, Mapping
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ from worker_svc.service.process_group import ProcessGroup
 PROMPT = [(7 * i * i + 3) % VOCAB for i in range(5)]
 # Their groups of 40 inputs are no multiple of 16; real files have 128.
 IN_BLOCKS = {name for name in FORMATS if name.endswith("in blocks")}
-LAYERS = ("qkv", "output", "down")
+LINEARS = ("qkv", "output", "mlp.down")
 
 
 def load(path: Path, ranks: OtherRanks | None = None) -> LoadedModel:
@@ -53,9 +54,9 @@ def weight_of(linear: Linear) -> torch.Tensor:
 def weights_of(loaded: LoadedModel) -> dict[str, torch.Tensor]:
     assert isinstance(loaded.model, Llama)
     return {
-        f"{number} {name}": weight_of(getattr(layer, name))
+        f"{number} {name}": weight_of(attrgetter(name)(layer))
         for number, layer in enumerate(loaded.model._layers)
-        for name in LAYERS
+        for name in LINEARS
     }
 
 
@@ -182,7 +183,7 @@ def test_ranks_keep_their_parts(name: str, tmp_path: Path) -> None:
     parts = on_all_ranks(2, run)
     for found, expected in parts:
         assert_same(found, expected)
-    assert not torch.equal(parts[0][0]["0 down"], parts[1][0]["0 down"])
+    assert not torch.equal(parts[0][0]["0 mlp.down"], parts[1][0]["0 mlp.down"])
 
 
 def test_of_inputs_in_order_of_activations_ranks_keep_what_is_whole(tmp_path: Path) -> None:
