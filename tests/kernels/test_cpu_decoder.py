@@ -117,10 +117,13 @@ def a_step(window: int | None, scale: float | None, block_size: int = BLOCK) -> 
     """Five new tokens, one behind seven, and two behind two; one token is not kept."""
     seq_lens = torch.tensor([5, 8, 4], dtype=torch.int32)
     starts = torch.tensor([0, 5, 6, 8], dtype=torch.int32)
-    return DecoderStep([a_group(window, [[1, 2], [3, 4], [5, 0]])], seq_lens, starts, scale)
+    group = a_group(window, [[1, 2], [3, 4], [5, 0]], block_size=block_size)
+    return DecoderStep([group], seq_lens, starts, scale)
 
 
-def a_group(window: int | None, blocks: list[list[int]], slowest: float = 0.01) -> DecoderGroup:
+def a_group(
+    window: int | None, blocks: list[list[int]], slowest: float = 0.01, block_size: int = BLOCK
+) -> DecoderGroup:
     positions = torch.tensor([0, 1, 2, 3, 4, 7, 2, 3])
     angles = positions[:, None].float() * torch.linspace(1, slowest, HEAD_DIM // 2)
     tables = torch.tensor(blocks, dtype=torch.int32)
