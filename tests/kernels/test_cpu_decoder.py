@@ -8,8 +8,8 @@ import torch
 
 from kernels import cpu_layers
 from kernels.activation import Activation
-from kernels.checks import Scales, Store
 from kernels.cache_layout import layout
+from kernels.checks import Scales, Store
 from kernels.cpu_attention import attend
 from kernels.cpu_build import native_code
 from kernels.cpu_decoder import Decoder, DecoderGroup, DecoderLayer, DecoderStep, KVCaches
