@@ -101,24 +101,12 @@ def check_cache(
 ) -> None:
     """Check a cache, and its scales, against the dtype of the activations.
 
-    `tiled` kernels are Triton's, for some block sizes and head dimensions, in rows; native code takes
-    all block sizes, head dimensions that are multiples of 8, and lanes as well (`cache_layout`).
+    `tiled` kernels are Triton's, for some block sizes and head dimensions, in rows. Native code
+    takes all block sizes, head dimensions that are multiples of 8, and lanes (`cache_layout`).
 
     Raises: ValueError if they do not fit.
     """
-    in_lanes = not tiled and cache_layout.is_in_lanes(k_cache)
-    if not in_lanes and (k_cache.dim() != 4 or k_cache.shape != v_cache.shape):
-        raise ValueError(
-            f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} must both be "
-            "[N, S, G, D]"
-        )
-    N, S, G, D = cache_layout.sizes(k_cache)
-    expected = cache_layout.layout(N, S, G, D, k_cache.dtype, in_lanes=in_lanes)
-    if (k_cache.shape, v_cache.shape) != (expected.k_shape, expected.v_shape):
-        raise ValueError(
-            f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} must be "
-            f"{list(expected.k_shape)} and {list(expected.v_shape)}, in lanes"
-        )
+    S, G, D = _check_shapes(k_cache, v_cache, tiled=tiled)
     if k_cache.dtype != v_cache.dtype:
         raise ValueError(f"k_cache is {k_cache.dtype}, v_cache {v_cache.dtype}, must be one dtype")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
@@ -144,6 +132,29 @@ def check_cache(
             )
     if scales.k.shape != scales.v.shape:
         raise ValueError(f"k scale is {list(scales.k.shape)}, v scale {list(scales.v.shape)}")
+
+
+def _check_shapes(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, *, tiled: bool
+) -> tuple[int, int, int]:
+    """Check that keys and values are of one layout; return S, G, D.
+
+    Raises: ValueError if they are not.
+    """
+    in_lanes = not tiled and cache_layout.is_in_lanes(k_cache)
+    if not in_lanes and (k_cache.dim() != 4 or k_cache.shape != v_cache.shape):
+        raise ValueError(
+            f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} must both be "
+            "[N, S, G, D]"
+        )
+    N, S, G, D = cache_layout.sizes(k_cache)
+    expected = cache_layout.layout(N, S, G, D, k_cache.dtype, in_lanes=in_lanes)
+    if (k_cache.shape, v_cache.shape) != (expected.k_shape, expected.v_shape):
+        raise ValueError(
+            f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} must be "
+            f"{list(expected.k_shape)} and {list(expected.v_shape)}, in lanes"
+        )
+    return S, G, D
 
 
 def check_queries(q: torch.Tensor, k_cache: torch.Tensor, scales: Scales | None) -> None:

@@ -4,7 +4,7 @@
 
 #include "attention.h"
 
-constexpr int64_t TILE = 2 * LANES;  // tokens
+constexpr int64_t GROUPS = 4, TILE = GROUPS * LANES;  // tokens
 
 // Query heads that share a key/value head are worked on four at a time: a band. Of a tile its scores,
 // and then its weights, are [heads, TILE].
@@ -80,7 +80,7 @@ private:
 constexpr int64_t MAX_SEGMENTS = TILE;  // of a tile: parts of blocks
 
 // Finds the runs of memory in which a tile's keys and values lie, block by block. Returns how many:
-// 2 at most for each segment, and in lanes for each head of two segments.
+// 2 at most for each segment, and in lanes for each head of GROUPS segments.
 static inline int64_t find_runs(const Attention& a, const Places& places, const Tile& tile,
                                 int64_t first, int64_t itemsize, Ahead::Run* runs) {
     int64_t count = 0;
@@ -90,6 +90,7 @@ static inline int64_t find_runs(const Attention& a, const Places& places, const 
             runs[count++] = {at, at + elements * itemsize};
         }
     };
+    // In lanes with the whole of a group.
     for (int64_t t = a.in_lanes ? 0 : tile.from, next; t < tile.end; t = next) {
         int64_t slot = (first + t) % a.S, tokens = std::min(a.S - slot, tile.end - t);
         next = t + tokens;
@@ -203,7 +204,7 @@ struct DecodeScratch {
         scores = take(TILE * BAND * sizeof(float));
         shrink = take(BAND * sizeof(float));
         keys = take(TILE * a.D * sizeof(float));
-        runs = (Ahead::Run*)take((2 * MAX_SEGMENTS + 4 * a.G + 4) * sizeof(Ahead::Run));
+        runs = (Ahead::Run*)take((2 * MAX_SEGMENTS + 2 * GROUPS * a.G + 4) * sizeof(Ahead::Run));
         return next - base;
     }
 };
@@ -226,6 +227,7 @@ static void decode(const Attention& a, int64_t request, int64_t token, int64_t s
         }
     }
     memset(partial.acc, 0, a.H * width * sizeof(float));
+    memset(s.scores, 0, TILE * BAND * sizeof(float));
     Places places(a, request);
     Tile tile, next;
     Ahead ahead, idle;
@@ -233,7 +235,11 @@ static void decode(const Attention& a, int64_t request, int64_t token, int64_t s
     idle.start(nothing, 0);
     // A group starts at a multiple of LANES.
     int64_t first = start / LANES * LANES;
-    if (start < end) next.find(places, first, start, end);
+    if (start < end) {
+        next.find(places, first, start, end);
+        ahead.start(s.runs, find_runs(a, places, next, first, sizeof(T), s.runs));
+        ahead.finish();
+    }
     for (; first < end; first += TILE) {
         tile = next;
         int64_t num_runs = 0, behind = first + TILE;
@@ -247,18 +253,24 @@ static void decode(const Attention& a, int64_t request, int64_t token, int64_t s
             const T* k = (const T*)a.k_cache + g * places.head;
             const T* v = (const T*)a.v_cache + g * places.head;
             T* laid_out = (T*)s.keys;
-            const T* keys[2];
-            keys[0] = group_of(a, tile.at, tile.from, tile.end, k, laid_out);
-            // Without a second group the first stands for it.
-            keys[1] = tile.end <= LANES ? keys[0]
-                : group_of(a, tile.at + LANES, 0, tile.end - LANES, k, laid_out + LANES * D);
+            const T* keys[GROUPS];
+            for (int64_t i = 0; i < GROUPS; ++i) {
+                int64_t t = i * LANES;
+                // For groups behind the end the one before stands.
+                keys[i] = t >= tile.end ? keys[i - 1]
+                    : group_of(a, tile.at + t, i ? 0 : tile.from, tile.end - t, k, laid_out + t * D);
+            }
             for (int64_t b = 0; b < num_bands; ++b) {
                 int64_t band = g * num_bands + b;
                 float* acc = partial.acc + (g * group + b * BAND) * width;
                 with_heads(heads_of(b), [&](auto heads) {
                     constexpr int HEADS = decltype(heads)::value;
                     Ahead& ask = b ? idle : ahead;
-                    Dot::template scores<HEADS, T>(queries_of(band), keys, D, s.scores, ask);
+                    // Two groups at a time, so that sums do not wait for each other.
+                    for (int64_t i = 0; i < GROUPS && i * LANES < tile.end; i += 2) {
+                        Dot::template scores<HEADS, T>(queries_of(band), keys + i, D,
+                                                       s.scores + i * LANES, ask);
+                    }
                     weigh<HEADS>(to_scores, tile, s.bands[band], s.scores, s.shrink);
                     Dot::template accumulate<HEADS, T>(s.scores, s.shrink, v, tile, D, acc, ask);
                 });

@@ -76,7 +76,6 @@ struct DotBf16 {
                                                  float* scores, Ahead& ahead) {
         Ahead ask = ahead;
         if constexpr (sizeof(T) == 2) {
-            // Both groups at once, so that sums do not wait for each other.
             __m512 acc[HEADS][2] = {};
 #pragma GCC unroll 2
             for (int64_t d = 0; d < D; d += 2) {
@@ -133,8 +132,8 @@ struct DotBf16 {
     static void accumulate(const float* weights, const float* shrink, const T* v, const Tile& tile,
                            int64_t D, float* acc, Ahead& ahead) {
         alignas(64) Bf16 rounded[HEADS * TILE];
-        for (int i = 0; i < HEADS * TILE; i += TILE) {
-            __m512bh few = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(weights + i + LANES),
+        for (int i = 0; i < HEADS * TILE; i += 32) {
+            __m512bh few = _mm512_cvtne2ps_pbh(_mm512_loadu_ps(weights + i + 16),
                                                _mm512_loadu_ps(weights + i));
             memcpy((void*)(rounded + i), &few, sizeof(few));
         }

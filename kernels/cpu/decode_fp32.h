@@ -6,15 +6,28 @@ struct DotFp32 {
 
     static int64_t width(int64_t D) { return round_up(D, W); }
 
-    // Copies the band's queries, [heads, D], to [D, BAND].
+    // Whether keys are multiplied in the order in which they lie, pair by pair: what makes fp32 of
+    // fp16 takes 16 numbers as they come.
+#ifdef WIDE
+    template <class T>
+    static constexpr bool IN_PAIRS = std::is_same<T, Fp16>::value;
+#else
+    template <class T>
+    static constexpr bool IN_PAIRS = false;
+#endif
+
+    // Copies the band's queries, [heads, D], to [D, BAND], or [D / 2, BAND, 2].
     template <class T, class A>
     static void pack(const A* q, int64_t heads, int64_t D, float* to) {
+        constexpr int64_t X = IN_PAIRS<T> ? 2 : 1;
         memset(to, 0, D * BAND * sizeof(float));
         for (int64_t h = 0; h < heads; ++h) {
             float row[W];
             for (int64_t d = 0; d < D; d += W) {
                 store(row, load_some(q + h * D + d, D - d));
-                for (int64_t i = 0; i < W && d + i < D; ++i) to[(d + i) * BAND + h] = row[i];
+                for (int64_t i = 0; i < W && d + i < D; ++i) {
+                    to[(d + i) / X * X * BAND + h * X + (d + i) % X] = row[i];
+                }
             }
         }
     }
@@ -22,33 +35,69 @@ struct DotFp32 {
     template <class T>
     static void put_in_order(int64_t, float*) {}
 
-    // scores[h, t] = q[h] . k[t], over as many groups at once as there are registers for.
+    // scores[h, t] = q[h] . k[t] of two groups, at once if there are registers for both.
     template <int HEADS, class T>
     static void scores(const float* q, const T* const* keys, int64_t D, float* scores, Ahead& ahead) {
-        constexpr int GROUPS = W == 16 ? 2 : 1;
-        for (int g = 0; g < 2; g += GROUPS) {
-            dot<HEADS, GROUPS>(q, keys + g, D, scores + g * LANES, ahead);
+#ifdef WIDE
+        if constexpr (IN_PAIRS<T>) {
+            for (int g = 0; g < 2; ++g) dot_pairs<HEADS>(q, keys[g], D, scores + g * LANES, ahead);
+        } else {
+            dot<HEADS, 2>(q, keys, D, scores, ahead);
         }
+#else
+        for (int g = 0; g < 2; ++g) dot<HEADS, 1>(q, keys + g, D, scores + g * LANES, ahead);
+#endif
     }
 
-    template <int HEADS, int GROUPS, class T>
+#ifdef WIDE
+    template <int HEADS, class T>
+    static __attribute__((noinline)) void dot_pairs(const float* q, const T* keys, int64_t D,
+                                                    float* scores, Ahead& ahead) {
+        __m512 acc[HEADS][2] = {};  // of tokens 0 to 7 and 8 to 15, each with two sums
+        Ahead ask = ahead;
+#pragma GCC unroll 2
+        for (int64_t d = 0; d < D; d += 2) {
+            ask.template ask<1>();
+            __m512 x = (__m512)load(keys + d * LANES), y = (__m512)load(keys + d * LANES + W);
+#pragma GCC unroll 4
+            for (int i = 0; i < HEADS; ++i) {
+                double pair;
+                memcpy(&pair, q + d * BAND + i * 2, sizeof(pair));
+                __m512 query = (__m512)_mm512_set1_pd(pair);
+                acc[i][0] = _mm512_fmadd_ps(x, query, acc[i][0]);
+                acc[i][1] = _mm512_fmadd_ps(y, query, acc[i][1]);
+            }
+        }
+        ahead = ask;
+        const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
+#pragma GCC unroll 4
+        for (int i = 0; i < HEADS; ++i) {
+            __m512 sum = _mm512_shuffle_ps(acc[i][0], acc[i][1], 0x88) +
+                         _mm512_shuffle_ps(acc[i][0], acc[i][1], 0xdd);
+            sum = (__m512)_mm512_permutexvar_pd(order, (__m512d)sum);
+            _mm512_storeu_ps(scores + i * TILE, sum);
+        }
+    }
+#endif
+
+    template <int HEADS, int AT_ONCE, class T>
     static __attribute__((noinline)) void dot(const float* q, const T* const* keys, int64_t D,
                                               float* scores, Ahead& ahead) {
         constexpr int VECS = LANES / W, X = WORD<T>;
-        vec acc[HEADS][GROUPS][VECS] = {};
+        vec acc[HEADS][AT_ONCE][VECS] = {};
         Ahead ask = ahead;
         for (int64_t d = 0; d < D; d += X) {
-            ask.template ask<GROUPS>();
-            vec x[GROUPS][X * VECS];
+            ask.template ask<AT_ONCE>();
+            vec x[AT_ONCE][X * VECS];
 #pragma GCC unroll 2
-            for (int g = 0; g < GROUPS; ++g) widen_line(keys[g] + d * LANES, x[g]);
+            for (int g = 0; g < AT_ONCE; ++g) widen_line(keys[g] + d * LANES, x[g]);
 #pragma GCC unroll 4
             for (int e = 0; e < X; ++e) {
 #pragma GCC unroll 4
                 for (int i = 0; i < HEADS; ++i) {
                     vec query = splat(q[(d + e) * BAND + i]);
 #pragma GCC unroll 2
-                    for (int g = 0; g < GROUPS; ++g) {
+                    for (int g = 0; g < AT_ONCE; ++g) {
 #pragma GCC unroll 4
                         for (int j = 0; j < VECS; ++j) {
                             acc[i][g][j] += query * x[g][e * VECS + j];
@@ -59,7 +108,7 @@ struct DotFp32 {
         }
         ahead = ask;
         for (int i = 0; i < HEADS; ++i) {
-            for (int g = 0; g < GROUPS; ++g) {
+            for (int g = 0; g < AT_ONCE; ++g) {
                 for (int j = 0; j < VECS; ++j) {
                     store(scores + i * TILE + g * LANES + j * W, acc[i][g][j]);
                 }
