@@ -49,9 +49,7 @@ def sizes(k_cache: torch.Tensor) -> tuple[int, int, int, int]:
     return N, S, G, D
 
 
-def to_lanes(
-    k_cache: torch.Tensor, v_cache: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
+def to_lanes(k_cache: torch.Tensor, v_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return a copy of a cache in rows [N, S, G, D], S a multiple of 16, in lanes."""
     N, S, G, D = k_cache.shape
     x = _WORD_BYTES // k_cache.dtype.itemsize

@@ -78,7 +78,7 @@ async def test_case_E_05_scales_are_told_once_wherever_they_come_from(
 ) -> None:
     model = write_tiny_llama(tmp_path / "model") if scale is None else with_scales(tmp_path, scale)
     async with serving(model, kv_cache_dtype="fp8") as stack:
-        assert await stack.client.complete(prompt=Q, temperature=0, max_tokens=1)
+        await stack.client.complete(prompt=Q, temperature=0, max_tokens=1)
         log = stack.workers[0].log.getvalue()
     assert log.count("scales") == log.count(told) == 1
 

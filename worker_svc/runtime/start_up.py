@@ -98,14 +98,8 @@ def make_runner(
 
     num_blocks = limits.num_gpu_blocks_override
     if num_blocks is None:
-        given = limits.kv_cache_memory_bytes
-        num_blocks = num_blocks_that_fit(
-            given or _measure_cache_bytes(loaded, limits, form, reserve),
-            bytes_of_block,
-            max_model_len,
-            needs,
-            "" if given else reserve.words,
-        )
+        cache_bytes, kept = _cache_bytes(loaded, limits, form, reserve)
+        num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, max_model_len, needs, kept)
     # Each rank has its part of every block, so all have as many as the one with the least room.
     num_blocks = loaded.ranks.least(num_blocks)
     cache = KVCache(
@@ -158,6 +152,15 @@ def _describe(form: KvForm) -> str:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _cache_bytes(
+    loaded: LoadedModel, limits: RunnerLimits, form: KvForm, reserve: AdapterReserve
+) -> tuple[int, str]:
+    """Return what the cache may take, and in words what was kept out of it."""
+    if limits.kv_cache_memory_bytes is not None:
+        return limits.kv_cache_memory_bytes, ""
+    return _measure_cache_bytes(loaded, limits, form, reserve), reserve.words
 
 
 def _measure_cache_bytes(
