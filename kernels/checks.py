@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels import cache_layout
 from kernels.tuned import Target
 
 ACTIVATIONS = (torch.float16, torch.bfloat16, torch.float32)
@@ -34,10 +35,10 @@ class Store:
     """[T, G, D]"""
 
     k_cache: torch.Tensor
-    """[N, S, G, D]"""
+    """[N, S, G, D]; in native code, in lanes as well (`cache_layout`)."""
 
     v_cache: torch.Tensor
-    """[N, S, G, D]"""
+    """As `k_cache`."""
 
     slot_mapping: torch.Tensor
     """[T] int64; -1 stores nothing."""
@@ -52,7 +53,8 @@ def check_store(store: Store, k: torch.Tensor, *, tiled: bool = True) -> None:
     """
     check_cache(store.k_cache, store.v_cache, k.dtype, store.scales, tiled=tiled)
     T, G, D = k.shape
-    if store.v.shape != k.shape or store.v.dtype != k.dtype or store.k_cache.shape[2:] != (G, D):
+    sizes = cache_layout.sizes(store.k_cache)
+    if store.v.shape != k.shape or store.v.dtype != k.dtype or sizes[2:] != (G, D):
         raise ValueError(
             f"k {list(k.shape)} {k.dtype} and v {list(store.v.shape)} {store.v.dtype} do not fit a "
             f"cache of {list(store.k_cache.shape)}"
@@ -99,19 +101,28 @@ def check_cache(
 ) -> None:
     """Check a cache, and its scales, against the dtype of the activations.
 
-    `tiled` kernels are Triton's, for some block sizes and head dimensions; native code takes all
-    block sizes, and head dimensions that are multiples of 8.
+    `tiled` kernels are Triton's, for some block sizes and head dimensions, in rows; native code takes
+    all block sizes, head dimensions that are multiples of 8, and lanes as well (`cache_layout`).
 
     Raises: ValueError if they do not fit.
     """
-    if k_cache.dim() != 4 or k_cache.shape != v_cache.shape or k_cache.dtype != v_cache.dtype:
+    in_lanes = not tiled and cache_layout.is_in_lanes(k_cache)
+    if not in_lanes and (k_cache.dim() != 4 or k_cache.shape != v_cache.shape):
         raise ValueError(
-            f"k_cache {list(k_cache.shape)} {k_cache.dtype} and v_cache {list(v_cache.shape)} "
-            f"{v_cache.dtype} must both be [N, S, G, D] of one dtype"
+            f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} must both be "
+            "[N, S, G, D]"
         )
+    N, S, G, D = cache_layout.sizes(k_cache)
+    expected = cache_layout.layout(N, S, G, D, k_cache.dtype, in_lanes=in_lanes)
+    if (k_cache.shape, v_cache.shape) != (expected.k_shape, expected.v_shape):
+        raise ValueError(
+            f"k_cache {list(k_cache.shape)} and v_cache {list(v_cache.shape)} must be "
+            f"{list(expected.k_shape)} and {list(expected.v_shape)}, in lanes"
+        )
+    if k_cache.dtype != v_cache.dtype:
+        raise ValueError(f"k_cache is {k_cache.dtype}, v_cache {v_cache.dtype}, must be one dtype")
     if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
         raise ValueError("k_cache and v_cache must be contiguous")
-    _, S, G, D = k_cache.shape
     if tiled:
         check_head_dim(D)
     elif D % 8 or D == 0:
@@ -140,7 +151,7 @@ def check_queries(q: torch.Tensor, k_cache: torch.Tensor, scales: Scales | None)
 
     Raises: ValueError if they do not fit.
     """
-    G, D = k_cache.shape[2:]
+    _, _, G, D = cache_layout.sizes(k_cache)
     if q.dim() != 3 or q.shape[2] != D or q.shape[1] % G:
         raise ValueError(f"q {list(q.shape)} does not fit a cache of {list(k_cache.shape)}")
     check_rows("q", q)

@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from kernels import cpu_threads
+from kernels import cache_layout, cpu_threads
 from kernels.checks import (
     Scales,
     check_attention_options,
@@ -27,8 +27,8 @@ class AttentionArguments(ctypes.Structure):
             "k_scale", "v_scale",
         )),
         *((name, ctypes.c_int64) for name in (
-            "q_stride", "table_stride", "scale_stride", "R", "H", "G", "D", "S", "window",
-            "dtype", "kv_dtype", "num_threads",
+            "q_stride", "table_stride", "scale_stride", "R", "H", "G", "D", "S",
+            "in_lanes", "window", "dtype", "kv_dtype", "num_threads",
         )),
         ("scale", ctypes.c_double),
         ("soft_cap", ctypes.c_double),
@@ -53,7 +53,8 @@ def attend(
 ) -> torch.Tensor:
     """Return what `paged_prefill` does, or `paged_decode` without `query_start_loc`.
 
-    Shapes: as there, but for blocks of any size and head dimensions of any multiple of 8.
+    Shapes: as there, but for blocks of any size and head dimensions of any multiple of 8; the
+        cache in rows or in lanes (`cache_layout`).
 
     Raises: ValueError if a shape, layout or dtype is not as there. Values are not read.
         MemoryError.
@@ -61,7 +62,8 @@ def attend(
         when q is; elsewhere they are not.
         Without native code the reference serves, in fp32.
     Cost: a request with one new token reads its keys and values once, in as many parts as keep
-        all threads busy; others read them once per 192 rows of (token, head).
+        all threads busy; others read them once per 192 rows of (token, head). Of rows, keys are
+        laid out in lanes first, which costs some 5 instructions per 64 bytes.
     """
     check_cache(k_cache, v_cache, q.dtype, scales, tiled=False)
     check_queries(q, k_cache, scales)
@@ -86,11 +88,12 @@ def attend(
         starts = query_start_loc
         if starts is None:
             starts = torch.arange(R + 1, dtype=torch.int32)
+        k_cache, v_cache = cache_layout.to_rows(k_cache, v_cache)
         return out.copy_(
             attention(q, k_cache, v_cache, block_tables, seq_lens, starts, scale,
                       window=window, soft_cap=soft_cap, scales=scales)
         )  # fmt: skip
-    S, G = k_cache.shape[1:3]
+    _, S, G, _ = cache_layout.sizes(k_cache)
     arguments = AttentionArguments(
         q=q.data_ptr(),
         k_cache=k_cache.data_ptr(),
@@ -109,6 +112,7 @@ def attend(
         G=G,
         D=D,
         S=S,
+        in_lanes=cache_layout.is_in_lanes(k_cache),
         window=window or 0,
         dtype=TYPES[q.dtype],
         kv_dtype=TYPES[k_cache.dtype],

@@ -7,21 +7,21 @@ from typing import Final
 
 import torch
 
-from kernels import cpu_threads
+from kernels import cache_layout, cpu_threads
 from kernels.checks import ACTIVATIONS, Scales, check_cache, check_contiguous
 from kernels.cpu_attention import AttentionArguments
 from kernels.cpu_build import TYPES
 from kernels.cpu_layers import RotaryArguments
 from kernels.huge_pages import huge_tensor
-from kernels.native_linear import NativeLinear
+from kernels.native_linear import AnyLinear, NativeLinear
 
 KVCaches = Sequence[tuple[torch.Tensor, torch.Tensor, Scales | None]]
-"""Per layer, keys and values [N, S, G, D], and the scales of an fp8 cache."""
+"""Per layer, keys and values in rows or in lanes, and the scales of an fp8 cache."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderLayer:
-    """What one layer is made of. Shapes: the norms [E]."""
+    """What one layer is made of; None: its family has no such part. Shapes: the norms [E]."""
 
     attention_norm: torch.Tensor
     qkv: NativeLinear
@@ -29,15 +29,24 @@ class DecoderLayer:
 
     output: NativeLinear
     mlp_norm: torch.Tensor
-    gate_up: NativeLinear
-    """[E] to [I]: silu(gate) * up."""
+    gate_up: NativeLinear | None
+    """[E] to [I], gated. None: `down` is all of the MLP, [E] to [E]."""
 
     down: NativeLinear
+    head_norms: torch.Tensor | None = None
+    """[H + G, D]: what queries and keys are normalised by, head by head, before they turn."""
+
+    after_attention_norm: torch.Tensor | None = None
+    """Of what attention gave, before it is added."""
+
+    after_mlp_norm: torch.Tensor | None = None
+    group: int = 0
+    """Number of the KV group."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DecoderStep:
-    """Where a step's tokens stand, and what they read; as `kernels.cpu_attention.attend` has it."""
+class DecoderGroup:
+    """Where a step's tokens stand in the layers of a KV group, and what they read there."""
 
     cos: torch.Tensor
     """[T, D / 2] fp32"""
@@ -49,37 +58,59 @@ class DecoderStep:
     block_tables: torch.Tensor
     """[R, B] int32"""
 
+    window: int | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class DecoderStep:
+    """A step's rows; as `kernels.cpu_attention.attend` has them."""
+
+    groups: Sequence[DecoderGroup]
+    """As many as layers have numbers of."""
+
     seq_lens: torch.Tensor
     """[R] int32"""
 
     query_start_loc: torch.Tensor
     """[R + 1] int32"""
 
-    window: int | None = None
     scale: float | None = None
     """None: D ** -0.5."""
 
-
-class _AnyLinear(ctypes.Structure):
-    _fields_ = (("call", ctypes.c_void_p), ("layer", ctypes.c_void_p), ("O", ctypes.c_int64))
+    read: torch.Tensor | None = None
+    """[P] int64, ascending: the tokens whose hidden states are read. None: all are."""
 
 
 class _Layer(ctypes.Structure):
     _fields_ = (
         ("attention_norm", ctypes.c_void_p),
         ("mlp_norm", ctypes.c_void_p),
-        *((name, _AnyLinear) for name in ("qkv", "output", "gate_up", "down")),
+        *((name, AnyLinear) for name in ("qkv", "output", "gate_up", "down")),
+        ("head_norms", ctypes.c_void_p),
+        ("after_attention_norm", ctypes.c_void_p),
+        ("after_mlp_norm", ctypes.c_void_p),
+        ("group", ctypes.c_int64),
+    )
+
+
+class _Group(ctypes.Structure):
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("cos", "sin", "slot_mapping", "block_tables")),
+        ("table_stride", ctypes.c_int64),
+        ("window", ctypes.c_int64),
     )
 
 
 class _Decoder(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "layers", "caches", "scales", "last_norm", "hidden", "out", "normed", "added", "qkv",
-            "mixed", "inner",
+            "layers", "groups", "caches", "scales", "last_norm", "hidden", "out", "read",
+            "normed", "added", "qkv", "mixed", "inner",
         )),
+        ("num_read", ctypes.c_int64),
         ("num_layers", ctypes.c_int64),
         ("E", ctypes.c_int64),
+        ("inner_stride", ctypes.c_int64),
         ("itemsize", ctypes.c_int64),
         ("eps", ctypes.c_double),
         ("rotary", RotaryArguments),
@@ -105,6 +136,7 @@ class Decoder:
         code: ctypes.CDLL,
     ) -> None:
         """Raises: ValueError if a norm or a linear layer is not as native code wants it."""
+        self._head_norms_shape = (num_heads + num_kv_heads, head_dim)
         self._parts = (tuple(layers), last_norm)  # whose memory the structures point to
         self._code = code
         self._dtype = last_norm.dtype
@@ -112,12 +144,13 @@ class Decoder:
         if self._dtype not in ACTIVATIONS or head_dim % 8:
             raise ValueError(f"{self._dtype}, heads of {head_dim}; must be {ACTIVATIONS}, 8 * n")
         self._layers = (_Layer * len(layers))(*map(self._layer, layers))
+        self._groups = (_Group * (1 + max(layer.group for layer in layers)))()
         self._widths = (
             self._hidden_size,
             self._hidden_size,
             (num_heads + 2 * num_kv_heads) * head_dim,
             num_heads * head_dim,
-            max(layer.gate_up.O for layer in self._layers),
+            _apart(max(layer.gate_up.O for layer in self._layers), self._dtype),
         )
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._caches: KVCaches = ()
@@ -125,9 +158,11 @@ class Decoder:
         self._scale_pointers = (ctypes.c_void_p * 0)()
         self._arguments = _Decoder(
             layers=ctypes.addressof(self._layers),
+            groups=ctypes.addressof(self._groups),
             last_norm=self._norm(last_norm),
             num_layers=len(layers),
             E=self._hidden_size,
+            inner_stride=self._widths[-1],
             itemsize=self._dtype.itemsize,
             eps=eps,
         )
@@ -140,10 +175,11 @@ class Decoder:
     def run(self, hidden: torch.Tensor, step: DecoderStep, caches: KVCaches) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
 
-        In each layer all tokens store before any attends. Values of columns are not read.
+        Of tokens that are not read the hidden state is undefined. In each layer all tokens store
+        before any attends. Values of columns are not read.
 
-        Shapes: hidden [T, E], overwritten; caches: per layer, [N, S, G, D] each, of its dtype or
-            fp8, all alike; returns [T, E].
+        Shapes: hidden [T, E], overwritten; caches: per layer, in rows or in lanes
+            (`cache_layout`), of its dtype or fp8, all alike; returns [T, E].
 
         Raises: ValueError if a shape or dtype is not so; MemoryError.
         """
@@ -165,29 +201,43 @@ class Decoder:
     def _place(self, step: DecoderStep, T: int) -> None:
         rotary, attention = self._arguments.rotary, self._arguments.attention
         rotary.T, rotary.num_threads = T, cpu_threads.num_threads()
-        rotary.cos, rotary.sin = step.cos.data_ptr(), step.sin.data_ptr()
-        rotary.slot_mapping = step.slot_mapping.data_ptr()
         attention.num_threads = rotary.num_threads
         attention.R = len(step.seq_lens)
-        attention.block_tables = step.block_tables.data_ptr()
-        attention.table_stride = step.block_tables.stride(0)
         attention.seq_lens = step.seq_lens.data_ptr()
         attention.query_start_loc = step.query_start_loc.data_ptr()
-        attention.window = step.window or 0
         attention.scale = step.scale or self._head_dim**-0.5
+        read, arguments = step.read, self._arguments
+        arguments.read = None if read is None else read.data_ptr()
+        arguments.num_read = 0 if read is None else len(read)
+        for place, group in zip(self._groups, step.groups, strict=True):
+            place.cos, place.sin = group.cos.data_ptr(), group.sin.data_ptr()
+            place.slot_mapping = group.slot_mapping.data_ptr()
+            place.block_tables = group.block_tables.data_ptr()
+            place.table_stride = group.block_tables.stride(0)
+            place.window = group.window or 0
 
     def _layer(self, layer: DecoderLayer) -> _Layer:
         linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
         return _Layer(
             self._norm(layer.attention_norm),
             self._norm(layer.mlp_norm),
-            *(_AnyLinear(one.function, one.layer, one.num_outputs) for one in linears),
+            *(AnyLinear.of(one) for one in linears),
+            self._norm(layer.head_norms, self._head_norms_shape),
+            self._norm(layer.after_attention_norm),
+            self._norm(layer.after_mlp_norm),
+            layer.group,
         )
 
-    def _norm(self, weight: torch.Tensor) -> int:
-        if weight.shape != (self._hidden_size,) or weight.dtype != self._dtype:
+    def _norm(
+        self, weight: torch.Tensor | None, shape: tuple[int, ...] | None = None
+    ) -> int | None:
+        """Return where a norm is, if there is one. Shape: [E], if none is given."""
+        if weight is None:
+            return None
+        shape = shape or (self._hidden_size,)
+        if weight.shape != shape or weight.dtype != self._dtype:
             raise ValueError(
-                f"a norm is {list(weight.shape)} {weight.dtype}, must be [{self._hidden_size}] "
+                f"a norm is {list(weight.shape)} {weight.dtype}, must be {list(shape)} "
                 f"{self._dtype}"
             )
         check_contiguous(norm=weight)
@@ -208,13 +258,15 @@ class Decoder:
         if len(caches) != len(self._layers):
             raise ValueError(f"caches of {len(caches)} layers, must be {len(self._layers)}")
         first, _, first_scales = caches[0]
-        shape = (*first.shape[:2], attention.G, attention.D)
+        N, S, _, _ = cache_layout.sizes(first)
+        shape = (N, S, attention.G, attention.D)
         for k_cache, v_cache, scales in caches:
             check_cache(k_cache, v_cache, self._dtype, scales, tiled=False)
-            if k_cache.shape != shape or k_cache.dtype != first.dtype:
+            unlike = k_cache.shape != first.shape or k_cache.dtype != first.dtype
+            if unlike or cache_layout.sizes(k_cache) != shape:
                 raise ValueError(
                     f"a cache is {list(k_cache.shape)} {k_cache.dtype}, must be {list(shape)} "
-                    f"{first.dtype}"
+                    f"{first.dtype} in all layers"
                 )
             if _num_scales(scales) != _num_scales(first_scales):
                 raise ValueError("scales are of one number in all layers, or there are none")
@@ -224,8 +276,9 @@ class Decoder:
         self._scale_pointers = _addresses([t for scales in of_layers for t in (scales.k, scales.v)])
         self._arguments.caches = ctypes.addressof(self._cache_pointers)
         self._arguments.scales = ctypes.addressof(self._scale_pointers) if of_layers else None
-        attention.S = first.shape[1]
         for part in (rotary, attention):
+            part.S = S
+            part.in_lanes = cache_layout.is_in_lanes(first)
             part.kv_dtype = TYPES[first.dtype]
             part.scale_stride = 0 if _num_scales(first_scales) == 1 else 1
             part.k_scale = part.v_scale = None
@@ -237,21 +290,38 @@ class Decoder:
                 f"hidden is {list(hidden.shape)} {hidden.dtype}, must be [T, {self._hidden_size}] "
                 f"{self._dtype}"
             )
-        half = self._head_dim // 2
-        for name, tensor, shape, dtype in (
-            ("cos", step.cos, (T, half), torch.float32),
-            ("sin", step.sin, (T, half), torch.float32),
-            ("slot_mapping", step.slot_mapping, (T,), torch.int64),
-            ("seq_lens", step.seq_lens, (R,), torch.int32),
-            ("query_start_loc", step.query_start_loc, (R + 1,), torch.int32),
-            ("block_tables", step.block_tables, (R, step.block_tables.shape[-1]), torch.int32),
-        ):
-            if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
-                raise ValueError(
-                    f"{name} is {list(tensor.shape)} {tensor.dtype}, must be {list(shape)} "
-                    f"{dtype}, contiguous"
-                )
+        if len(step.groups) != len(self._groups):
+            raise ValueError(f"{len(step.groups)} KV groups, must be {len(self._groups)}")
         check_contiguous(hidden=hidden)
+        _check_column("seq_lens", step.seq_lens, (R,), torch.int32)
+        _check_column("query_start_loc", step.query_start_loc, (R + 1,), torch.int32)
+        if step.read is not None:
+            _check_column("read", step.read, (len(step.read),), torch.int64)
+        half = self._head_dim // 2
+        for group in step.groups:
+            tables = group.block_tables
+            _check_column("cos", group.cos, (T, half), torch.float32)
+            _check_column("sin", group.sin, (T, half), torch.float32)
+            _check_column("slot_mapping", group.slot_mapping, (T,), torch.int64)
+            _check_column("block_tables", tables, (R, tables.shape[-1]), torch.int32)
+
+
+def _check_column(
+    name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype
+) -> None:
+    if tensor.shape != shape or tensor.dtype != dtype or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} is {list(tensor.shape)} {tensor.dtype}, must be {list(shape)} {dtype}, "
+            f"contiguous"
+        )
+
+
+def _apart(width: int, dtype: torch.dtype) -> int:
+    """Return how far rows of so many elements stand apart, lest a linear layer copies them.
+
+    Rows a multiple of 1 KiB apart crowd into a few lines of the first cache (linear.h).
+    """
+    return width if width * dtype.itemsize % 1024 else width + _LINE_BYTES // dtype.itemsize
 
 
 def _num_scales(scales: Scales | None) -> int:

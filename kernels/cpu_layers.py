@@ -4,7 +4,7 @@ import ctypes
 
 import torch
 
-from kernels import cpu_threads, reference_layers
+from kernels import cache_layout, cpu_threads, reference_layers
 from kernels.checks import (
     ACTIVATIONS,
     Store,
@@ -30,7 +30,7 @@ def _structure(name: str, pointers: str, numbers: str, reals: str = "") -> type[
 RotaryArguments = _structure(
     "Rotary",
     "q k v cos sin k_cache v_cache slot_mapping k_scale v_scale",
-    "q_stride k_stride v_stride scale_stride T H G D dtype kv_dtype num_threads",
+    "q_stride k_stride v_stride scale_stride T H G D S in_lanes dtype kv_dtype num_threads",
 )
 _RmsNorm = _structure("RmsNorm", "x weight residual out", "x_stride T E dtype num_threads", "eps")
 _NormHeads = _structure("NormHeads", "x weight", "x_stride T H D dtype num_threads", "eps")
@@ -48,6 +48,8 @@ def rotary(
     code: ctypes.CDLL | None = None,
 ) -> None:
     """Do what `kernels.rotary.rotary` does, for head dimensions of any multiple of 8.
+
+    A cache may be in lanes, where a key is written 32 bits in each 64 bytes.
 
     Raises: ValueError if a shape, layout or dtype is not as there. Slots are not read.
     """
@@ -86,6 +88,8 @@ def rotary(
         arguments.v_cache = store.v_cache.data_ptr()
         arguments.slot_mapping = store.slot_mapping.data_ptr()
         arguments.kv_dtype = TYPES[store.k_cache.dtype]
+        arguments.S = cache_layout.sizes(store.k_cache)[1]
+        arguments.in_lanes = cache_layout.is_in_lanes(store.k_cache)
         if store.scales is not None:
             arguments.k_scale = store.scales.k.data_ptr()
             arguments.v_scale = store.scales.v.data_ptr()
@@ -104,12 +108,18 @@ def _rotary_in_torch(
         return
     written = store.slot_mapping >= 0
     scales = store.scales
+    k_cache, v_cache = cache_layout.to_rows(store.k_cache, store.v_cache)
     for cache, values, scale in (
-        (store.k_cache, rotated, None if scales is None else scales.k),
-        (store.v_cache, store.v, None if scales is None else scales.v),
+        (k_cache, rotated, None if scales is None else scales.k),
+        (v_cache, store.v, None if scales is None else scales.v),
     ):
         stored = quantise(values[written], scale, cache.dtype)
         cache.view(-1, *cache.shape[2:])[store.slot_mapping[written]] = stored
+    if cache_layout.is_in_lanes(store.k_cache):
+        for cache, whole in zip(
+            (store.k_cache, store.v_cache), cache_layout.to_lanes(k_cache, v_cache), strict=True
+        ):
+            cache.copy_(whole)
 
 
 def rms_norm(

@@ -6,6 +6,7 @@ import torch
 from torch.nn import functional
 
 from kernels import cpu_threads, reference_layers
+from kernels.activation import Activation
 from kernels.checks import ACTIVATIONS
 from kernels.cpu_build import TYPES, native_code
 from kernels.native_linear import NativeLinear, native_linear
@@ -20,7 +21,7 @@ class LinearStructure(ctypes.Structure):
         ("bias", ctypes.c_void_p),
         ("O", ctypes.c_int64),
         ("I", ctypes.c_int64),
-        ("is_gated", ctypes.c_int64),
+        ("gate", ctypes.c_int64),
         ("dtype", ctypes.c_int64),
     ]
 
@@ -33,7 +34,7 @@ PROTOTYPE = ctypes.CFUNCTYPE(
 
 
 class PackedLinear:
-    """x @ weight.T + bias on a CPU; or, gated, silu(gate) * up of such a product [gate, up].
+    """x @ weight.T + bias on a CPU; or, gated, activation(gate) * up of such a product [gate, up].
 
     Shapes: weight [O, I], bias [O], both fp32, bf16 or fp16; gated: [2 * O, I] and [2 * O]. The
         weight is copied: the caller may drop it.
@@ -51,7 +52,7 @@ class PackedLinear:
         weight: torch.Tensor,
         bias: torch.Tensor | None = None,
         *,
-        is_gated: bool = False,
+        gate: Activation | None = None,
         memory: WeightMemory | None = None,
         code: ctypes.CDLL | None = None,
     ) -> None:
@@ -59,17 +60,17 @@ class PackedLinear:
 
         Raises: ValueError if shapes or dtypes do not fit, or the weight is not on a CPU.
         """
-        _check(weight, bias, is_gated=is_gated)
+        _check(weight, bias, is_gated=gate is not None)
         self._dtype = weight.dtype
         self._bias = None if bias is None else bias.contiguous()
-        self.num_outputs = weight.shape[0] // (2 if is_gated else 1)
+        self.num_outputs = weight.shape[0] // (2 if gate else 1)
         self.num_inputs = weight.shape[1]
         self._weight: torch.Tensor | None = None
         code = code or native_code()
         self._call = None if code is None else PROTOTYPE(("pagemill_linear", code))
         self._arguments = LinearStructure(
             bias=None if self._bias is None else self._bias.data_ptr(),
-            O=self.num_outputs, I=self.num_inputs, is_gated=is_gated, dtype=TYPES[weight.dtype],
+            O=self.num_outputs, I=self.num_inputs, gate=gate or 0, dtype=TYPES[weight.dtype],
         )  # fmt: skip
         if code is None:
             self._weight = weight.clone()
@@ -95,7 +96,9 @@ class PackedLinear:
     @property
     def native(self) -> NativeLinear | None:
         """How native code calls the layer. None: there is no native code."""
-        return native_linear(self._call, self._arguments, self.num_outputs)
+        return native_linear(
+            self._call, self._arguments, self.num_inputs, self.num_outputs, self._dtype
+        )
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product. Shapes: x [T, I], out and returned [T, O], of the weight's dtype.
@@ -117,8 +120,9 @@ class PackedLinear:
 
     def _in_torch(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         product = functional.linear(x, self._weight, self._bias)  # type: ignore[arg-type] # is there without code
-        if self._arguments.is_gated:
-            product = reference_layers.silu_and_mul(product)
+        if self._arguments.gate:
+            activation = Activation(self._arguments.gate)
+            product = reference_layers.activate_and_mul(product, activation)
         return out.copy_(product)
 
 

@@ -8,6 +8,7 @@ import torch
 from torch.nn import functional
 
 from kernels import cpu_threads, reference_layers
+from kernels.activation import Activation
 from kernels.checks import ACTIVATIONS
 from kernels.cpu_build import TYPES, native_code
 from kernels.native_linear import NativeLinear, native_linear
@@ -107,7 +108,7 @@ class _Structure(ctypes.Structure):
 
 
 class QuantisedLinear:
-    """x @ weight.T + bias on a CPU; or, gated, silu(gate) * up of such a product [gate, up].
+    """x @ weight.T + bias on a CPU; or, gated, activation(gate) * up of such a product [gate, up].
 
     Shapes: weight [O, I], bias [O] of `dtype`; gated: [2 * O, I] and [2 * O]. The weight is copied.
     Numerics: each row of x is rounded to 8 bits in groups of 32, by at most 1 / 254 of the group's
@@ -128,7 +129,7 @@ class QuantisedLinear:
         bias: torch.Tensor | None = None,
         *,
         dtype: torch.dtype,
-        is_gated: bool = False,
+        gate: Activation | None = None,
         memory: WeightMemory | None = None,
         code: ctypes.CDLL | None = None,
     ) -> None:
@@ -140,19 +141,19 @@ class QuantisedLinear:
         rows, self.num_inputs = weight.values.shape
         if dtype not in ACTIVATIONS:
             raise ValueError(f"dtype is {dtype}, must be one of {ACTIVATIONS}")
-        if is_gated and rows % 2:
+        if gate and rows % 2:
             raise ValueError(f"a gated weight is {list(weight.values.shape)}, must be [2 * O, I]")
         if bias is not None and (bias.shape != (rows,) or bias.dtype != dtype):
             raise ValueError(f"bias is {list(bias.shape)} {bias.dtype}, must be [{rows}] {dtype}")
         self._dtype = dtype
         self._bias = None if bias is None else bias.contiguous()
-        self.num_outputs = rows // (2 if is_gated else 1)
+        self.num_outputs = rows // (2 if gate else 1)
         code = code or native_code()
         self._call = None if code is None else PROTOTYPE(("pagemill_quantised", code))
         self._arguments = _Structure(
             plain=LinearStructure(
                 bias=None if self._bias is None else self._bias.data_ptr(),
-                O=self.num_outputs, I=self.num_inputs, is_gated=is_gated, dtype=TYPES[dtype],
+                O=self.num_outputs, I=self.num_inputs, gate=gate or 0, dtype=TYPES[dtype],
             ),
             bits=weight.bits, zero_point=weight.zero_point,
             has_minimums=weight.minimums is not None, has_fp32_scales=not _fit_fp16(weight),
@@ -186,7 +187,9 @@ class QuantisedLinear:
     @property
     def native(self) -> NativeLinear | None:
         """How native code calls the layer. None: there is no native code."""
-        return native_linear(self._call, self._arguments, self.num_outputs)
+        return native_linear(
+            self._call, self._arguments, self.num_inputs, self.num_outputs, self._dtype
+        )
 
     def __call__(self, x: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
         """Return the product. Shapes: x [T, I], out and returned [T, O], of `dtype`.
@@ -197,8 +200,10 @@ class QuantisedLinear:
         out = empty_or(out, x, self.num_outputs)
         if self._call is None:
             product = functional.linear(x, self._weight, self._bias)  # type: ignore[arg-type] # is there without code
-            gated = self._arguments.plain.is_gated
-            return out.copy_(reference_layers.silu_and_mul(product) if gated else product)
+            if self._arguments.plain.gate:
+                activation = Activation(self._arguments.plain.gate)
+                product = reference_layers.activate_and_mul(product, activation)
+            return out.copy_(product)
         T = len(x)
         status = self._call(
             self._pointer, x.data_ptr(), x.stride(0), T, out.data_ptr(), out.stride(0),

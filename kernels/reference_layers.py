@@ -4,6 +4,7 @@ from itertools import pairwise
 
 import torch
 
+from kernels.activation import Activation
 from kernels.multi_lora import AdapterRuns
 
 
@@ -23,6 +24,11 @@ def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return gelu(gate) * up in fp32, gelu by tanh. Shapes: gate_up [T, 2 * I]."""
     gate, up = gate_up.float().chunk(2, dim=-1)
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def activate_and_mul(gate_up: torch.Tensor, activation: Activation) -> torch.Tensor:
+    """Return activation(gate) * up in fp32. Shapes: gate_up [T, 2 * I]."""
+    return (gelu_and_mul if activation is Activation.GELU else silu_and_mul)(gate_up)
 
 
 def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -219,7 +219,8 @@ class SchedulerSettings(BaseSettings):
     vLLM's PYTHONHASHSEED."""
 
     max_loras: int = Field(default=8, ge=0, le=256)
-    """Most adapters at once, those that are unloaded and still in use among them."""
+    """Most adapters at once, those that are unloaded and still in use among them. Workers with an
+    adapter_dir keep memory for as many."""
 
     max_embedding_bytes: int = Field(default=2**30, ge=0, le=2**40)
     """Most bytes of embeddings that live requests hold together."""

@@ -108,12 +108,13 @@ class FakeHost:
         load: Callable[[], None] = lambda: None,
         launched: Step | None = None,
     ) -> None:
-        self._step = step
+        self.on_step = step
         self._launched = launched
         self._load = load
         self.more_devices: tuple[worker_pb2.Device, ...] = ()
         self.used: list[str] = []
         self.num_loads = 0
+        self.num_agreements = 0
         self.ranks: OtherRanks | None = None
         self.limits: list[CacheLimits] = []
         self.runners: list[FakeRunner] = []
@@ -142,6 +143,9 @@ class FakeHost:
             self._load()
         self.num_loads += 1
 
+    def agree(self) -> None:
+        self.num_agreements += 1
+
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:
         self.limits.append(limits)
         report = MemoryReport(
@@ -154,8 +158,9 @@ class FakeHost:
             blocks_per_request=-(-limits.max_model_len // limits.block_size),
         )
         if self._launched is not None:
-            return FakeLaunchRunner(self._step, self._launched), report
-        self.runners.append(FakeRunner(self._step))
+            return FakeLaunchRunner(self.on_step, self._launched), report
+        # Looked up anew for each step: a test may change it.
+        self.runners.append(FakeRunner(lambda plan: self.on_step(plan)))
         return self.runners[-1], report
 
 

@@ -73,6 +73,8 @@ class Connection:
         self.execute_ns = 9
         """What each step says it took."""
         self.plans: list[worker_pb2.StepPlan] = []
+        self.changes: list[tuple[int, worker_pb2.AdapterChange]] = []
+        """Of adapters, each with the number of plans that came before."""
         self._to_do: asyncio.Queue[worker_pb2.StepPlan] = asyncio.Queue()
         self._call = call
         self._writing = asyncio.Lock()
@@ -119,6 +121,9 @@ class Connection:
                 self.on_stop()
                 await self._call.done_writing()
                 return
+            if message.HasField("adapter"):
+                self.changes.append((len(self.plans), message.adapter))
+                continue
             self.plans.append(message.plan)
             self._to_do.put_nowait(message.plan)
 

@@ -17,7 +17,10 @@ def all_logits(model: CausalModel, tokens: Sequence[int], chunk: int | None = No
     chunk = chunk or count
     num_blocks = -(-count // BLOCK_SIZE)
     num_groups = len(model.config.kv_groups)
-    cache = KVCache(model.config, num_groups * num_blocks, BLOCK_SIZE, model.dtype, CPU)
+    cache = KVCache(
+        model.config, num_groups * num_blocks, BLOCK_SIZE, model.dtype, CPU,
+        in_lanes=model.keys_in_lanes,
+    )  # fmt: skip
     blocks = torch.arange(1, num_groups * num_blocks + 1, dtype=torch.int32)
     tables = [group[None] for group in blocks.view(num_groups, num_blocks)]
     group_slots = [

@@ -11,6 +11,7 @@ from scheduler_svc.core.block_hash import HashAlgorithm
 from scheduler_svc.core.hash_algorithms import SHA256
 from scheduler_svc.core.limits import Limits
 from scheduler_svc.core.scheduler import Scheduler
+from scheduler_svc.service.adapter_desk import AdapterDesk
 from scheduler_svc.service.engine import Engine
 from scheduler_svc.service.group_events import Mailbox
 from scheduler_svc.service.worker_group import JoinTerms, WorkerGroup
@@ -52,8 +53,10 @@ class WorkerListener:
             vocab_size=3,
             join_secret=join_secret,
             tensor_parallel_size=tensor_parallel_size,
+            max_adapters=2,
         )
         mailbox = Mailbox()
+        self.adapters = AdapterDesk(2)
         self.scheduler = Scheduler(limits, hash_algorithm=hash_algorithm)
         self.group = WorkerGroup(
             terms,
@@ -61,6 +64,7 @@ class WorkerListener:
             incarnation=2**63 + 1,
             hash_algorithm=hash_algorithm,
             hash_seed=hash_seed,
+            adapters=self.adapters,
         )
         self.engine = Engine(
             self.scheduler, self.group, mailbox, incarnation=2**63 + 1, worker_wait_s=30.0

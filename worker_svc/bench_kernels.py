@@ -19,6 +19,7 @@ import torch
 from torch.nn import functional
 
 from kernels import cpu_layers
+from kernels.cache_layout import layout, to_lanes
 from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.cpu_build import native_code, why_no_native_code
@@ -91,7 +92,10 @@ class Bench:
         self, num_requests: int, length: int, heads: Heads, dtype: torch.dtype,
         kv_dtype: torch.dtype | None = None,
     ) -> Line:  # fmt: skip
-        """Time `paged_decode` over blocks in random order, in caches that take turns too."""
+        """Time `paged_decode` over blocks in random order, in caches that take turns too.
+
+        Ours lie in lanes, as the worker has them, and the rivals' in rows.
+        """
         kv_dtype = kv_dtype or dtype
         shape = _Decode(num_requests, length, heads, dtype, kv_dtype)
         rivals = (shape.sdpa, shape.gather_sdpa) if kv_dtype == dtype else ()
@@ -154,12 +158,14 @@ class _Decode:
         width = length // _BLOCK_SIZE
         num_blocks = self.num_copies * num_requests * width
         cache = (num_blocks, _BLOCK_SIZE, num_kv_heads, head_dim)
-        self._k, self._v = (torch.randn(cache).to(kv_dtype) for _ in range(2))
+        k, v = (torch.randn(cache).to(kv_dtype) for _ in range(2))
+        self._k, self._v = to_lanes(k, v)
+        self._rows_of_cache = (k, v)
         self._tables = torch.randperm(num_blocks).int().view(self.num_copies, -1, width)
         self._rows = self._tables.long()
         # Each request's keys in a row, for those that want them so.
         in_rows = (self.num_copies, num_requests, num_kv_heads, length, head_dim)
-        self._in_rows = (self._k.view(in_rows), self._v.view(in_rows))
+        self._in_rows = (k.view(in_rows), v.view(in_rows))
         self._lengths = torch.full((num_requests,), length, dtype=torch.int32)
         self._q = torch.randn(num_requests, heads.num_heads, head_dim).to(dtype)
         # Query heads that share a key stand in the place of tokens: SDPA's fastest form.
@@ -177,7 +183,7 @@ class _Decode:
     def gather_sdpa(self) -> None:
         for rows in self._rows:
             k, v = (
-                cache[rows].view(self._gathered).transpose(1, 2) for cache in (self._k, self._v)
+                cache[rows].view(self._gathered).transpose(1, 2) for cache in self._rows_of_cache
             )
             functional.scaled_dot_product_attention(self._grouped, k, v, scale=0.1)
 
@@ -190,7 +196,8 @@ class _Prefill:
         self.flops = 2 * num_heads * head_dim * length * (length + 1)
         cache = (length // _BLOCK_SIZE, _BLOCK_SIZE, num_kv_heads, head_dim)
         self._q = torch.randn(length, num_heads, head_dim).to(dtype)
-        self._k, self._v = (torch.randn(cache).to(dtype) for _ in range(2))
+        k, v = (torch.randn(cache).to(dtype) for _ in range(2))
+        self._k, self._v = to_lanes(k, v)
         self._table = torch.randperm(cache[0]).int()[None]
         self._length = torch.tensor([length], dtype=torch.int32)
         self._starts = torch.tensor([0, length], dtype=torch.int32)
@@ -200,7 +207,7 @@ class _Prefill:
             one.view(1, length, num_kv_heads, head_dim)
             .transpose(1, 2)
             .repeat_interleave(num_heads // num_kv_heads, 1)
-            for one in (self._k, self._v)
+            for one in (k, v)
         )
 
     def paged(self) -> None:
@@ -258,8 +265,12 @@ def _streams(bench: Bench) -> Iterator[Line]:
     qkv = torch.randn(tokens, 48, 64).to(BF16)
     q, k, v = qkv[:, :32], qkv[:, 32:40], qkv[:, 40:]
     angles = torch.rand(tokens, 32)
-    k_cache, v_cache = (torch.zeros(tokens // 16, 16, 8, 64, dtype=BF16) for _ in range(2))
-    store = Store(v, k_cache, v_cache, torch.randperm(tokens))
+    form = layout(tokens // _BLOCK_SIZE, _BLOCK_SIZE, 8, 64, BF16, in_lanes=True)
+    k_cache, v_cache = (torch.zeros(shape, dtype=BF16) for shape in form)
+    # A prompt's tokens, in blocks in random order.
+    blocks = torch.randperm(tokens // _BLOCK_SIZE)[:, None] * _BLOCK_SIZE
+    slots = (blocks + torch.arange(_BLOCK_SIZE)).flatten()
+    store = Store(v, k_cache, v_cache, slots)
     yield bench.stream(
         "rotary",
         f"{tokens} tokens, heads 32/8/64, bfloat16, stored",

@@ -120,7 +120,8 @@ class WorkerSettings(BaseSettings):
     loaded."""
 
     max_lora_rank: int = Field(default=64, ge=1, le=512)
-    """Largest rank of an adapter that is loaded."""
+    """Largest rank of an adapter that is loaded. Memory is kept for as many of it as the
+    scheduler's max_loras."""
 
     threads: int | None = Field(default=None, ge=1, le=4096)
     """Threads of one CPU operation. Unset: all cores; with attention_backend torch all but one."""

@@ -12,8 +12,8 @@ constexpr float LOG2_E = 1.44269504089f;
 // Mirrored field by field in kernels/cpu_attention.py. Strides count elements.
 struct Attention {
     const void* q;                   // [T, H, D], each token's heads contiguous
-    const void* k_cache;             // [N, S, G, D], contiguous
-    const void* v_cache;             // [N, S, G, D], contiguous
+    const void* k_cache;             // in rows or in lanes (see below), contiguous
+    const void* v_cache;             // likewise
     void* out;                       // [T, H, D], contiguous
     const int32_t* block_tables;     // [R, B], rows contiguous
     const int32_t* seq_lens;         // [R]
@@ -22,6 +22,7 @@ struct Attention {
     const float* v_scale;            // as k_scale
     int64_t q_stride, table_stride, scale_stride;
     int64_t R, H, G, D, S;
+    int64_t in_lanes;  // whether the cache is; S is a multiple of LANES then
     int64_t window;  // 0: none
     int64_t dtype, kv_dtype;
     int64_t num_threads;
@@ -31,20 +32,114 @@ struct Attention {
 
 static inline int64_t round_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-// The slots of one request's tokens.
-struct Slots {
-    const int32_t* table;
-    int64_t block_size, row_size;  // row_size: elements from one slot to the next, G * D
+// A cache lies in rows: keys and values [N, S, G, D]. Or in lanes, as processors multiply it: keys
+// [N, G, S / LANES, D / x, LANES, x], where x elements are 32 bits, and values [N, G, S, D]. A
+// vector of such keys is 16 tokens, so that what it is multiplied by sums up to their scores lane by
+// lane. Either way LANES tokens' keys under one head are a group, LANES * D elements.
+constexpr int64_t LANES = 16;
 
-    // Returns the element at which the token's first head starts, in either cache.
-    int64_t operator[](int64_t position) const {
-        return (table[position / block_size] * block_size + position % block_size) * row_size;
+template <class T>
+constexpr int64_t WORD = 4 / sizeof(T);  // x
+
+// Where one request's keys and values lie. Strides count elements.
+struct Places {
+    const int32_t* table;
+    int64_t S, block, token, head;
+
+    Places(const Attention& a, int64_t request)
+        : table(a.block_tables + request * a.table_stride), S(a.S), block(a.S * a.G * a.D),
+          token(a.in_lanes ? a.D : a.G * a.D), head(a.in_lanes ? a.S * a.D : a.D) {}
+
+    // Finds where the values of tokens from `first` on start, under the first head; in rows their
+    // keys as well. In lanes that of a multiple of LANES is where a group of keys starts.
+    void find(int64_t first, int64_t count, int64_t* at) const {
+        int64_t in_table = first / S, slot = first % S;
+        for (int64_t t = 0; t < count; ++t) {
+            at[t] = table[in_table] * block + slot * token;
+            if (++slot == S) {
+                slot = 0;
+                ++in_table;
+            }
+        }
     }
 };
 
-static inline Slots slots_of(const Attention& a, int64_t request) {
-    return {a.block_tables + request * a.table_stride, a.S, a.G * a.D};
+// Lays LANES rows of 32-bit words out in lanes: to[u * LANES + i] = from[i][u].
+static inline void to_lanes(const uint32_t* const* from, int64_t words, uint32_t* to) {
+#ifdef WIDE
+    for (int64_t u = 0; u < words; u += 16) {
+        __m512i r[16], t[16];
+        __mmask16 there = words - u < 16 ? (1 << (words - u)) - 1 : 0xffff;
+        for (int i = 0; i < 16; ++i) r[i] = _mm512_maskz_loadu_epi32(there, from[i] + u);
+        for (int i = 0; i < 8; ++i) {
+            t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
+            t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
+        }
+        for (int i = 0; i < 4; ++i) {
+            r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
+            r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
+            r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
+            r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
+        }
+        for (int i = 0; i < 4; ++i) {
+            t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
+            t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
+            t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
+            t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
+        }
+        for (int i = 0; i < 4; ++i) {
+            __m512i columns[4] = {
+                _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88),
+                _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88),
+                _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd),
+                _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd),
+            };
+            for (int j = 0; j < 4; ++j) {
+                int64_t unit = u + 4 * j + i;
+                if (unit < words) _mm512_storeu_si512(to + unit * LANES, columns[j]);
+            }
+        }
+    }
+#else
+    for (int64_t u = 0; u < words; ++u) {
+        for (int64_t i = 0; i < LANES; ++i) to[u * LANES + i] = from[i][u];
+    }
+#endif
 }
+
+// Returns the keys of a group under a head, in lanes: where they lie, or laid out in `scratch`. Of
+// the group the tokens [from, end) are there, at least one; what stands for others is any number.
+template <class T>
+static inline const T* group_of(const Attention& a, const int64_t* at, int64_t from, int64_t end,
+                                const T* head, T* scratch) {
+    if (a.in_lanes) return head + at[0];
+    const uint32_t* rows[LANES];
+    for (int64_t i = 0; i < LANES; ++i) {
+        rows[i] = (const uint32_t*)(head + at[i < from || i >= end ? from : i]);
+    }
+    to_lanes(rows, a.D / WORD<T>, (uint32_t*)scratch);
+    return scratch;
+}
+
+// Makes fp32 of a line of keys in lanes: of element i of all tokens, to[i * LANES] and on.
+template <class T>
+inline void widen_line(const T* line, vec* to) {
+    for (int64_t j = 0; j < LANES / W; ++j) {
+        uvec words = read<uvec>((const uint32_t*)line + j * W);
+        for (int64_t i = 0; i < WORD<T>; ++i) to[i * (LANES / W) + j] = element_of<T>(words, i);
+    }
+}
+
+#ifdef WIDE
+template <>
+inline void widen_line<Fp16>(const Fp16* line, vec* to) {
+    // Fewer instructions than taking words apart.
+    const __m512i even = _mm512_set_epi32(30, 28, 26, 24, 22, 20, 18, 16, 14, 12, 10, 8, 6, 4, 2, 0);
+    __m512 first = (__m512)load(line), second = (__m512)load(line + W);
+    to[0] = (vec)_mm512_permutex2var_ps(first, even, second);
+    to[1] = (vec)_mm512_permutex2var_ps(first, even + _mm512_set1_epi64(0x100000001), second);
+}
+#endif
 
 // From products to scores whose exponentials are powers of two.
 struct Scores {

@@ -4,136 +4,169 @@
 
 #include "attention.h"
 
-constexpr int64_t TILE = 32;  // tokens
+constexpr int64_t TILE = 2 * LANES;  // tokens
 
 // Query heads that share a key/value head are worked on four at a time: a band. Of a tile its scores,
-// and then its weights, are [TILE / 4, 4 heads, 4 tokens]: quads.
-constexpr int64_t BAND = 4, QUAD = 4 * BAND;
+// and then its weights, are [heads, TILE].
+constexpr int64_t BAND = 4;
 
 static inline int64_t bands_of(int64_t group) { return (group + BAND - 1) / BAND; }
 
-// Where in quads the score of a token with a head of the band is.
-static inline int64_t quad_at(int64_t head, int64_t token) {
-    return token / 4 * QUAD + head * 4 + token % 4;
+// Calls `run` with a band's number of heads as a constant.
+template <class Run>
+static inline void with_heads(int64_t heads, const Run& run) {
+    if (heads == 4) return run(std::integral_constant<int, 4>());
+    if (heads == 3) return run(std::integral_constant<int, 3>());
+    if (heads == 2) return run(std::integral_constant<int, 2>());
+    run(std::integral_constant<int, 1>());
 }
 
-// Where one tile's tokens lie, and those of the next one. Places without a token lead to one that
-// is there.
-struct TileRows {
-    int64_t here[TILE], next[TILE];
-    int64_t count = 0, count_next = 0;
+// One tile's tokens [from, end), of TILE, and where they lie (see `Places`).
+struct Tile {
+    int64_t at[TILE];
+    int64_t from = 0, end = 0;
+
+    void find(const Places& places, int64_t first, int64_t start, int64_t stop) {
+        from = start > first ? start - first : 0;
+        end = stop - first < TILE ? stop - first : TILE;
+        places.find(first, end, at);
+    }
 };
 
-// Asks for the next tile while this one is worked on: line by line as it lies in memory, and evenly
-// over all of the work, since a processor that has too much under way waits.
-struct Ahead {
+// --- asking for memory ---
+
+// Asks for the next tile while this one is worked on: a line for each line that is read, run by run
+// as they lie in memory. The processor's own prefetcher sees a stream then, which blocks in random
+// order are not, and what is asked for too much at once makes it wait.
+class Ahead {
+public:
     struct Run {
         const char *at, *end;
     };
-    int64_t to_values;                         // from a key to its value, in bytes
-    const Run* next;                           // runs of keys
-    const char *at = nullptr, *end = nullptr;  // what is left of this one
-    int64_t left = 0;                          // runs
 
-    // In 1 / 4096 of a line of keys and one of values: what is due, and what a cycle of work makes
-    // due. What all asks of a tile add up to is what `rate` is made from, or lines are left out.
-    int32_t due = 0, rate = 0;
-
-    void start(const Run* runs, int64_t count) {
+    // Behind the last of `count` runs there must be room for one more.
+    void start(Run* runs, int64_t count) {
+        // The end: a line that is there already, again and again.
+        runs[count] = {(const char*)runs, (const char*)runs + 64};
         next = runs;
-        left = count;
+        last = runs + count;
         at = end = nullptr;
-        due = 0;
     }
 
-    inline __attribute__((always_inline)) void ask(int32_t cycles) {
-        for (due += cycles * rate; due >= 4096; due -= 4096) {
+    template <int LINES>
+    inline __attribute__((always_inline)) void ask() {
+#pragma GCC unroll 8
+        for (int i = 0; i < LINES; ++i) {
             if (at >= end) {
-                if (left == 0) return;
                 at = next->at;
                 end = next->end;
-                ++next;
-                --left;
+                if (next < last) ++next;
             }
             prefetch(at);
-            prefetch(at + to_values);
             at += 64;
         }
     }
+
+    // Asks for what is left.
+    void finish() {
+        while (at < end || next < last) ask<1>();
+    }
+
+private:
+    const char *at, *end;
+    const Run *next, *last;
 };
+
+constexpr int64_t MAX_SEGMENTS = TILE;  // of a tile: parts of blocks
+
+// Finds the runs of memory in which a tile's keys and values lie, block by block. Returns how many:
+// 2 at most for each segment, and in lanes for each head of two segments.
+static inline int64_t find_runs(const Attention& a, const Places& places, const Tile& tile,
+                                int64_t first, int64_t itemsize, Ahead::Run* runs) {
+    int64_t count = 0;
+    auto add = [&](int64_t from, int64_t elements) {
+        for (const void* cache : {a.k_cache, a.v_cache}) {
+            const char* at = (const char*)cache + from * itemsize;
+            runs[count++] = {at, at + elements * itemsize};
+        }
+    };
+    for (int64_t t = a.in_lanes ? 0 : tile.from, next; t < tile.end; t = next) {
+        int64_t slot = (first + t) % a.S, tokens = std::min(a.S - slot, tile.end - t);
+        next = t + tokens;
+        if (!a.in_lanes || tokens == a.S) {
+            add(tile.at[t], tokens * a.G * a.D);
+            continue;
+        }
+        for (int64_t g = 0; g < a.G; ++g) {
+            add(tile.at[t] + g * places.head, round_up(tokens, LANES) * a.D);
+        }
+    }
+    return count;
+}
 
 // --- the softmax of a band ---
 
-// Over the keys seen so far, as in a quad: the largest score of each head four times, and its sum of
-// weights in four parts.
+// Over the keys seen so far: each head's largest score, and its sum of weights in parts.
 struct Band {
-    float best[QUAD], total[QUAD];
+    float best[W];  // of head i in elements i, i + 4, and so on
+    float total[BAND][W];
 
     void reset() {
-        for (int i = 0; i < QUAD; ++i) {
-            best[i] = INFINITY_BELOW;
-            total[i] = 0;
-        }
+        for (float& x : best) x = INFINITY_BELOW;
+        memset(total, 0, sizeof(total));
     }
 
-    Row row(int64_t head) const {
-        const float* t = total + head * 4;
-        return {best[head * 4], t[0] + t[1] + (t[2] + t[3])};
-    }
+    Row row(int64_t head) const { return {best[head], sum(load(total[head]))}; }
 };
 
-// Turns the products of `count` tokens into weights, in place; those of other tokens into 0.
-// Returns in `shrink`, a quad, what the sums before must be multiplied by.
-static inline void weigh(const Scores& to_scores, int64_t count, Band& band, float* quads,
-                         float* shrink, Ahead& ahead) {
-    int64_t end = (count + 3) / 4 * QUAD;
-    ivec token;
-    for (int i = 0; i < W; ++i) token[i] = i % 4;
-    Ahead ask = ahead;
-    for (int64_t part = 0; part < QUAD; part += W) {
-        vec before = load(band.best + part), top = before;
-        for (int64_t i = part; i < end; i += QUAD) {
-            ask.ask(8);
-            vec x = to_scores(load(quads + i));
-            int32_t left = (int32_t)(count - i / QUAD * 4);
-            if (left < 4) x = pick(token < left, x, splat(INFINITY_BELOW));
-            store(quads + i, x);
-            top = larger(x, top);
-        }
-        top = largest_of_fours(top);
-        // No infinity, lest a difference be NaN.
-        vec origin = pick(top == splat(INFINITY_BELOW), vec{}, top);
-        vec factor = exp2(before - origin), total = load(band.total + part) * factor;
-        for (int64_t i = part; i < end; i += QUAD) {
-            ask.ask(12);
-            vec weight = exp2(load(quads + i) - origin);
-            store(quads + i, weight);
-            total += weight;
-        }
-        store(band.best + part, top);
-        store(band.total + part, total);
-        store(shrink + part, factor);
-    }
-    ahead = ask;
-}
-
-// Stores the sums of W vectors, [HEADS, TOKENS], as products of the tokens from `token` on.
-template <int HEADS, int TOKENS>
-__attribute__((always_inline)) static inline void store_quads(const vec* v, int64_t token,
-                                                              float* quads) {
-    constexpr int PIECE = TOKENS < 4 ? TOKENS : 4;
-    vec found = sums(v);
-    if (HEADS * TOKENS == QUAD && TOKENS == 4) return store(quads + quad_at(0, token), found);
-    float pieces[W];
-    store(pieces, found);
+// Turns the products of a tile's tokens into weights, in place; those of other tokens into 0.
+// Returns in `shrink` what the sums before must be multiplied by, head by head.
+template <int HEADS>
+static __attribute__((noinline)) void weigh(const Scores& to_scores, const Tile& tile, Band& band,
+                                            float* scores, float* shrink) {
+    constexpr int VECS = TILE / W;
+    bool whole = tile.from == 0 && tile.end == TILE;
+    ivec lane;
+    for (int i = 0; i < W; ++i) lane[i] = i;
+    vec x[HEADS][VECS], tops[HEADS];
+#pragma GCC unroll 4
     for (int i = 0; i < HEADS; ++i) {
-        for (int j = 0; j < TOKENS; j += PIECE) {
-            memcpy(quads + quad_at(i, token + j), pieces + i * TOKENS + j, PIECE * sizeof(float));
+#pragma GCC unroll 8
+        for (int j = 0; j < VECS; ++j) {
+            x[i][j] = to_scores(load(scores + i * TILE + j * W));
+            if (!whole) {
+                ivec token = lane + j * W;
+                ivec seen = (token >= (int32_t)tile.from) & (token < (int32_t)tile.end);
+                x[i][j] = pick(seen, x[i][j], splat(INFINITY_BELOW));
+            }
+            tops[i] = j ? larger(x[i][j], tops[i]) : x[i][j];
         }
     }
+    vec before = load(band.best), best = larger(largest_of_each<HEADS>(tops), before);
+    // No infinity, lest a difference be NaN.
+    vec origins = pick(best == splat(INFINITY_BELOW), vec{}, best);
+    vec factors = exp2_below(before - origins);
+    store(band.best, best);
+    auto weigh_head = [&](auto head) __attribute__((always_inline)) {
+        constexpr int I = decltype(head)::value;
+        if constexpr (I < HEADS) {
+            vec origin = splat_of<I>(origins);
+            vec total = load(band.total[I]) * splat_of<I>(factors);
+#pragma GCC unroll 8
+            for (int j = 0; j < VECS; ++j) {
+                vec weight = exp2_below(x[I][j] - origin);
+                store(scores + I * TILE + j * W, weight);
+                total += weight;
+            }
+            store(band.total[I], total);
+            shrink[I] = factors[I];
+        }
+    };
+    weigh_head(std::integral_constant<int, 0>());
+    weigh_head(std::integral_constant<int, 1>());
+    weigh_head(std::integral_constant<int, 2>());
+    weigh_head(std::integral_constant<int, 3>());
 }
-
-constexpr int32_t CYCLES_TO_WEIGH = TILE / 4 * 20;  // of a tile and band, about
 
 #include "decode_fp32.h"
 #ifdef BF16_DOT
@@ -150,51 +183,30 @@ struct Partial {
 
 template <class Dot>
 struct DecodeScratch {
-    typename Dot::Query* queries;  // [G, bands, BAND * width]
+    typename Dot::Query* queries;  // [G, bands, D, BAND] (see Dot::pack)
     Band* bands;                   // [G, bands]
-    float *quads, *shrink;
+    float *scores, *shrink;
+    float* keys;                   // of a tile under one head, in lanes
+    Ahead::Run* runs;
 
     // Lays the parts out from `base` on; returns how many floats they take.
     int64_t lay_out(const Attention& a, float* base) {
-        int64_t width = Dot::width(a.D), bands_total = a.G * bands_of(a.H / a.G);
+        int64_t bands_total = a.G * bands_of(a.H / a.G);
         float* next = base;
-        auto take = [&](int64_t floats) {
+        auto take = [&](int64_t bytes) {
             float* here = next;
-            next += round_up(floats, 16);
+            next += round_up(bytes, 64) / 4;
             return here;
         };
-        queries = (typename Dot::Query*)take(bands_total * BAND * width);
-        bands = (Band*)take(bands_total * 2 * QUAD);
-        quads = take(TILE * BAND);
-        shrink = take(QUAD);
+        queries = (typename Dot::Query*)take(bands_total * BAND * a.D * sizeof(*queries));
+        bands = (Band*)take(bands_total * sizeof(Band));
+        scores = take(TILE * BAND * sizeof(float));
+        shrink = take(BAND * sizeof(float));
+        keys = take(TILE * a.D * sizeof(float));
+        runs = (Ahead::Run*)take((2 * MAX_SEGMENTS + 4 * a.G + 4) * sizeof(Ahead::Run));
         return next - base;
     }
 };
-
-static inline void find_rows(const Slots& slots, int64_t from, int64_t end, int64_t* rows,
-                             int64_t& count) {
-    count = end - from < TILE ? end - from : TILE;
-    if (count <= 0) {
-        count = 0;
-        return;
-    }
-    for (int64_t i = 0; i < count; ++i) rows[i] = slots[from + i];
-    for (int64_t i = count; i < TILE; ++i) rows[i] = rows[0];
-}
-
-// Finds the runs of memory in which the next tile's keys lie. Returns how many.
-static inline int64_t find_runs(const TileRows& rows, int64_t row_size, int64_t itemsize,
-                                const void* k, Ahead::Run* runs) {
-    int64_t count = 0;
-    for (int64_t first = 0, last; first < rows.count_next; first = last) {
-        for (last = first + 1; last < rows.count_next; ++last) {
-            if (rows.next[last] != rows.next[last - 1] + row_size) break;
-        }
-        const char* at = (const char*)k + rows.next[first] * itemsize;
-        runs[count++] = {at, at + (last - first) * row_size * itemsize};
-    }
-    return count;
-}
 
 // Attends to the tokens [start, end) of a request with the query of token `token`.
 template <class Dot, class A, class T>
@@ -202,51 +214,63 @@ static void decode(const Attention& a, int64_t request, int64_t token, int64_t s
                    const Partial& partial, float* scratch) {
     int64_t D = a.D, group = a.H / a.G, width = Dot::width(D), num_bands = bands_of(group);
     const A* q = (const A*)a.q + token * a.q_stride;
-    const T *k = (const T*)a.k_cache, *v = (const T*)a.v_cache;
     DecodeScratch<Dot> s;
     s.lay_out(a, scratch);
     auto heads_of = [&](int64_t b) { return group - b * BAND < BAND ? group - b * BAND : BAND; };
-    int32_t cycles = 0;
+    auto queries_of = [&](int64_t band) { return s.queries + band * BAND * D; };
     for (int64_t g = 0; g < a.G; ++g) {
         for (int64_t b = 0; b < num_bands; ++b) {
-            int64_t band = g * num_bands + b, heads = heads_of(b);
-            Dot::pack((const T*)nullptr, q + (g * group + b * BAND) * D, heads, D,
-                      s.queries + band * BAND * width);
+            int64_t band = g * num_bands + b;
+            Dot::template pack<T>(q + (g * group + b * BAND) * D, heads_of(b), D, queries_of(band));
             s.bands[band].reset();
-            cycles += Dot::cycles((const T*)nullptr, heads, D) + CYCLES_TO_WEIGH;
         }
     }
-    memset(s.quads, 0, TILE * BAND * sizeof(float));
     memset(partial.acc, 0, a.H * width * sizeof(float));
-    TileRows rows;
-    Slots slots = slots_of(a, request);
-    Ahead ahead;
-    Ahead::Run runs[TILE];
-    ahead.to_values = (const char*)v - (const char*)k;
-    ahead.rate = 4096 * TILE * ((slots.row_size * (int64_t)sizeof(T) + 63) / 64) / cycles + 1;
-    find_rows(slots, start, end, rows.next, rows.count_next);
-    for (int64_t first = start; first < end; first += TILE) {
-        rows.count = rows.count_next;
-        memcpy(rows.here, rows.next, sizeof(rows.here));
-        find_rows(slots, first + TILE, end, rows.next, rows.count_next);
-        ahead.start(runs, find_runs(rows, slots.row_size, sizeof(T), k, runs));
+    Places places(a, request);
+    Tile tile, next;
+    Ahead ahead, idle;
+    Ahead::Run nothing[1];
+    idle.start(nothing, 0);
+    // A group starts at a multiple of LANES.
+    int64_t first = start / LANES * LANES;
+    if (start < end) next.find(places, first, start, end);
+    for (; first < end; first += TILE) {
+        tile = next;
+        int64_t num_runs = 0, behind = first + TILE;
+        if (behind < end) {
+            next.find(places, behind, behind, end);
+            num_runs = find_runs(a, places, next, behind, sizeof(T), s.runs);
+        }
+        ahead.start(s.runs, num_runs);
         for (int64_t g = 0; g < a.G; ++g) {
             Scores to_scores(a, g);
+            const T* k = (const T*)a.k_cache + g * places.head;
+            const T* v = (const T*)a.v_cache + g * places.head;
+            T* laid_out = (T*)s.keys;
+            const T* keys[2];
+            keys[0] = group_of(a, tile.at, tile.from, tile.end, k, laid_out);
+            // Without a second group the first stands for it.
+            keys[1] = tile.end <= LANES ? keys[0]
+                : group_of(a, tile.at + LANES, 0, tile.end - LANES, k, laid_out + LANES * D);
             for (int64_t b = 0; b < num_bands; ++b) {
-                int64_t band = g * num_bands + b, heads = heads_of(b);
+                int64_t band = g * num_bands + b;
                 float* acc = partial.acc + (g * group + b * BAND) * width;
-                Dot::scores(s.queries + band * BAND * width, heads, k, rows, g * D, D, s.quads,
-                            ahead);
-                weigh(to_scores, rows.count, s.bands[band], s.quads, s.shrink, ahead);
-                Dot::accumulate(s.quads, s.shrink, heads, v, rows, g * D, D, acc, ahead);
+                with_heads(heads_of(b), [&](auto heads) {
+                    constexpr int HEADS = decltype(heads)::value;
+                    Ahead& ask = b ? idle : ahead;
+                    Dot::template scores<HEADS, T>(queries_of(band), keys, D, s.scores, ask);
+                    weigh<HEADS>(to_scores, tile, s.bands[band], s.scores, s.shrink);
+                    Dot::template accumulate<HEADS, T>(s.scores, s.shrink, v, tile, D, acc, ask);
+                });
             }
         }
+        ahead.finish();
     }
     for (int64_t h = 0; h < a.H; ++h) {
         int64_t in_group = h % group;
         const Band& band = s.bands[h / group * num_bands + in_group / BAND];
         partial.rows[h] = band.row(in_group % BAND);
-        Dot::put_in_order((const T*)nullptr, D, partial.acc + h * width);
+        Dot::template put_in_order<T>(D, partial.acc + h * width);
     }
 }
 

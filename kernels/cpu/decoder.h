@@ -1,21 +1,13 @@
-// The layers of a decoder in one call: what stands in worker_svc/model/llama.py, without its way
-// through Python nine times a layer.
+// The layers of a decoder in one call: what stands in worker_svc/model/llama.py and, with the parts
+// that may be null, in qwen3.py and gemma3.py there, without its way through Python a dozen times a
+// layer.
 #pragma once
 
+#include <cstring>
+
+#include "any_linear.h"
 #include "attention.h"
 #include "layers.h"
-
-// Any linear layer of these kernels, and what calls it. Mirrored in kernels/cpu_decoder.py.
-struct AnyLinear {
-    int (*call)(const void* layer, const void* x, int64_t x_stride, int64_t T, void* out,
-                int64_t out_stride, int64_t num_threads);
-    const void* layer;
-    int64_t O;  // outputs
-
-    int operator()(const void* x, int64_t x_stride, int64_t T, void* out, int64_t threads) const {
-        return call(layer, x, x_stride, T, out, O, threads);
-    }
-};
 
 // Mirrored in kernels/cpu_decoder.py.
 struct DecoderLayer {
@@ -23,29 +15,84 @@ struct DecoderLayer {
     const void* mlp_norm;        // [E]
     AnyLinear qkv;               // [E] to [(H + 2 * G) * D]
     AnyLinear output;            // [H * D] to [E]
-    AnyLinear gate_up;           // [E] to [I], gated
+    AnyLinear gate_up;           // [E] to [I], gated; or no function: `down` is all of the MLP
     AnyLinear down;              // [I] to [E]
+    // What only some families have, or null.
+    const void* head_norms;            // [H + G, D]: of queries and keys, before they are rotated
+    const void* after_attention_norm;  // [E]: of what attention gave, before it is added
+    const void* after_mlp_norm;        // [E]: likewise of the MLP
+    int64_t group;
+};
+
+// What the layers of a KV group read. Mirrored in kernels/cpu_decoder.py.
+struct DecoderGroup {
+    const float* cos;             // [T, D / 2]
+    const float* sin;             // [T, D / 2]
+    const int64_t* slot_mapping;  // [T]
+    const int32_t* block_tables;  // [R, B], rows contiguous
+    int64_t table_stride;
+    int64_t window;  // 0: none
 };
 
 // Mirrored in kernels/cpu_decoder.py.
 struct Decoder {
     const DecoderLayer* layers;  // [num_layers]
+    const DecoderGroup* groups;
     void* const* caches;         // [2 * num_layers]: keys and values, layer by layer
     const float* const* scales;  // likewise of an fp8 cache, or null
     const void* last_norm;       // [E]
     void* hidden;                // [T, E], overwritten
-    void* out;                   // [T, E]
+    void* out;                   // [T, E]; rows that nobody reads are left as they are
+    const int64_t* read;         // [num_read] ascending: the tokens read; null: all are
     void* normed;                // [T, E], as all below for what stands between operations
     void* added;                 // [T, E]
     void* qkv;                   // [T, (H + 2 * G) * D]
     void* mixed;                 // [T, H * D]
-    void* inner;                 // [T, I]
-    int64_t num_layers, E;
+    void* inner;                 // [T, I], rows `inner_stride` apart
+    int64_t num_read, num_layers, E, inner_stride;
     int64_t itemsize;  // of activations
     double eps;
-    Rotary rotary;        // but for the addresses of q, k, v and the caches
+    Rotary rotary;        // but for the addresses of q, k, v and the caches, and what a group has
     Attention attention;  // likewise
 };
+
+// Normalises what was computed before it is added, where a family does.
+static void norm_before_sum(const Decoder& a, const void* weight, int64_t T) {
+    if (!weight) return;
+    RmsNorm norm{a.added, weight, nullptr, a.added, a.E, T, a.E, a.rotary.dtype,
+                 a.rotary.num_threads, a.eps};
+    pagemill_rms_norm(&norm);
+}
+
+static void norm_queries_and_keys(const Decoder& a, const void* weight) {
+    const Rotary& r = a.rotary;
+    if (!weight) return;
+    NormHeads norm{a.qkv, weight, (r.H + 2 * r.G) * r.D, r.T, r.H + r.G, r.D, r.dtype,
+                   r.num_threads, a.eps};
+    pagemill_norm_heads(&norm);
+}
+
+// Moves the rows that are read to the front, or from there back to their places.
+static void gather_read(const Decoder& a, void* rows, int64_t row_bytes) {
+    char* at = (char*)rows;
+    for (int64_t i = 0; i < a.num_read; ++i) {
+        memmove(at + i * row_bytes, at + a.read[i] * row_bytes, row_bytes);
+    }
+}
+
+static void scatter_read(const Decoder& a, void* rows, int64_t row_bytes) {
+    char* at = (char*)rows;
+    for (int64_t i = a.num_read - 1; i >= 0; --i) {
+        memmove(at + a.read[i] * row_bytes, at + i * row_bytes, row_bytes);
+    }
+}
+
+static int run_mlp(const Decoder& a, const DecoderLayer& layer, int64_t T) {
+    int64_t threads = a.rotary.num_threads, inner = a.inner_stride;
+    if (!layer.gate_up.call) return layer.down(a.normed, a.E, T, a.added, threads);
+    if (int status = layer.gate_up(a.normed, a.E, T, a.inner, inner, threads)) return status;
+    return layer.down(a.inner, inner, T, a.added, threads);
+}
 
 // Returns 0, or what an operation returned that failed.
 static int decode_layers(const Decoder& a) {
@@ -64,12 +111,20 @@ static int decode_layers(const Decoder& a) {
     attention.out = a.mixed;
     for (int64_t i = 0; i < a.num_layers; ++i) {
         const DecoderLayer& layer = a.layers[i];
+        const DecoderGroup& group = a.groups[layer.group];
         norm.weight = layer.attention_norm;
         pagemill_rms_norm(&norm);
         // From here on what the operation before gave is added to what came in.
         norm.x = a.added;
         norm.residual = a.hidden;
         if (int status = layer.qkv(a.normed, a.E, T, a.qkv, threads)) return status;
+        norm_queries_and_keys(a, layer.head_norms);
+        rotary.cos = group.cos;
+        rotary.sin = group.sin;
+        rotary.slot_mapping = group.slot_mapping;
+        attention.block_tables = group.block_tables;
+        attention.table_stride = group.table_stride;
+        attention.window = group.window;
         attention.k_cache = rotary.k_cache = a.caches[2 * i];
         attention.v_cache = rotary.v_cache = a.caches[2 * i + 1];
         if (a.scales) {
@@ -78,13 +133,23 @@ static int decode_layers(const Decoder& a) {
         }
         if (int status = pagemill_rotary(&rotary)) return status;
         if (int status = pagemill_attention(&attention)) return status;
+        if (a.read && i == a.num_layers - 1) {
+            // Behind the last layer's attention a token is of use to those alone who read it.
+            if (a.num_read == 0) return 0;
+            gather_read(a, a.mixed, heads * a.itemsize);
+            gather_read(a, a.hidden, a.E * a.itemsize);
+            norm.T = T = a.num_read;
+        }
         if (int status = layer.output(a.mixed, heads, T, a.added, threads)) return status;
+        norm_before_sum(a, layer.after_attention_norm, T);
         norm.weight = layer.mlp_norm;
         pagemill_rms_norm(&norm);
-        if (int status = layer.gate_up(a.normed, a.E, T, a.inner, threads)) return status;
-        if (int status = layer.down(a.inner, layer.gate_up.O, T, a.added, threads)) return status;
+        if (int status = run_mlp(a, layer, T)) return status;
+        norm_before_sum(a, layer.after_mlp_norm, T);
     }
     norm.weight = a.last_norm;
     norm.out = a.out;
-    return pagemill_rms_norm(&norm);
+    int status = pagemill_rms_norm(&norm);
+    if (a.read) scatter_read(a, a.out, a.E * a.itemsize);
+    return status;
 }

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <memory>
 #include <new>
+#include <type_traits>
 #include <vector>
 
 #include "decode.h"
@@ -49,8 +50,10 @@ void plan_decode(const Attention& a, int64_t request, int64_t token, int64_t par
     }
     int64_t share = round_up((end - start + parts - 1) / parts, TILE);
     Split split{token, work.num_parts, 0};
-    for (int64_t at = start; at < end; at += share) {
-        work.decodes.push_back({request, token, at, std::min(at + share, end), work.num_parts++});
+    // Parts meet at multiples of LANES, lest a group of keys be read twice.
+    for (int64_t at = start, next; at < end; at = next) {
+        next = std::min(at / LANES * LANES + share, end);
+        work.decodes.push_back({request, token, at, next, work.num_parts++});
         ++split.num_parts;
     }
     work.splits.push_back(split);
@@ -144,11 +147,12 @@ void attend(const Attention& a) {
 // Numbers of types in kernels/cpu_build.py.
 enum Type { FP32, BF16, FP16, E4M3, E5M2 };
 
-template <class Dot, class P, class A>
+// `Dot8` decodes keys and values of 8 bits.
+template <class Dot, class Dot8, class P, class A>
 bool attend_over(const Attention& a) {
     switch (a.kv_dtype) {
-        case E4M3: attend<Dot, P, A, E4m3>(a); return true;
-        case E5M2: attend<Dot, P, A, E5m2>(a); return true;
+        case E4M3: attend<Dot8, P, A, E4m3>(a); return true;
+        case E5M2: attend<Dot8, P, A, E5m2>(a); return true;
         default: attend<Dot, P, A, A>(a); return a.kv_dtype == a.dtype;
     }
 }
@@ -193,12 +197,14 @@ int with_type(int64_t dtype, const Run& run) {
 extern "C" int pagemill_attention(const Attention* a) {
     try {
         switch (a->dtype) {
-            case FP32: return attend_over<DotFp32, ProductFp32, float>(*a) ? 0 : 2;
-            case FP16: return attend_over<DotFp32, ProductFp32, Fp16>(*a) ? 0 : 2;
-#ifdef BF16_DOT
-            case BF16: return attend_over<DotBf16, ProductBf16, Bf16>(*a) ? 0 : 2;
+            case FP32: return attend_over<DotFp32, DotFp32, ProductFp32, float>(*a) ? 0 : 2;
+            case FP16: return attend_over<DotFp32, DotFp32, ProductFp32, Fp16>(*a) ? 0 : 2;
+#if defined(BF16_DOT) && defined(__AVX512VBMI__)
+            case BF16: return attend_over<DotBf16, DotBf16, ProductBf16, Bf16>(*a) ? 0 : 2;
+#elif defined(BF16_DOT)
+            case BF16: return attend_over<DotBf16, DotFp32, ProductBf16, Bf16>(*a) ? 0 : 2;
 #else
-            case BF16: return attend_over<DotFp32, ProductFp32, Bf16>(*a) ? 0 : 2;
+            case BF16: return attend_over<DotFp32, DotFp32, ProductFp32, Bf16>(*a) ? 0 : 2;
 #endif
             default: return 2;
         }
@@ -248,6 +254,7 @@ extern "C" int pagemill_tell(const Told* a) {
 }
 
 #include "decoder.h"
+#include "experts.h"
 
 // Returns 0, or what an operation returned that failed: 1 if memory is short.
 extern "C" int pagemill_decoder(const Decoder* a) { return decode_layers(*a); }

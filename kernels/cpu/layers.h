@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "activation.h"
 #include "attention.h"
 
 // Mirrored field by field in kernels/cpu_layers.py. Strides count elements.
@@ -12,29 +13,52 @@ struct Rotary {
     const void* v;                // [T, G, D]
     const float* cos;             // [T, D / 2]
     const float* sin;             // [T, D / 2]
-    void* k_cache;                // [N, S, G, D], or null: nothing is stored
+    void* k_cache;                // as of `Attention`, or null: nothing is stored
     void* v_cache;                // as k_cache
     const int64_t* slot_mapping;  // [T]; -1: this token is not stored
     const float* k_scale;         // [1] or [G], or null
     const float* v_scale;         // as k_scale
     int64_t q_stride, k_stride, v_stride, scale_stride;
     int64_t T, H, G, D;
+    int64_t S, in_lanes;  // of the cache
     int64_t dtype, kv_dtype;
     int64_t num_threads;
 };
 
+// Stores the elements [d, d + count), W at most, of what lies in a row.
+template <class T>
+struct InRow {
+    T* to;
+
+    void operator()(int64_t d, vec x, int64_t count) const { store_some(to + d, x, count); }
+};
+
+// The same of a key in lanes: 32 bits in each line.
+template <class T>
+struct InLanes {
+    T* to;
+
+    void operator()(int64_t d, vec x, int64_t count) const {
+        T row[W];
+        store(row, x);
+        for (int64_t i = 0; i < W && i < count; i += WORD<T>) {
+            memcpy((void*)(to + (d + i) * LANES), row + i, 4);
+        }
+    }
+};
+
 // Turns each pair of elements (i, i + D / 2) by its angle, and divides by `scale`.
-template <class A, class To>
+template <class A, class Write>
 static inline void rotate(const A* from, const float* cos, const float* sin, int64_t D, float scale,
-                          To* to) {
+                          const Write& write) {
     int64_t half = D / 2;
     vec divisor = splat(scale);
     for (int64_t i = 0; i < half; i += W) {
         int64_t left = half - i;
         vec low = load_some(from + i, left), high = load_some(from + half + i, left);
         vec c = load_some(cos + i, left), s = load_some(sin + i, left);
-        store_some(to + i, (low * c - high * s) / divisor, left);
-        store_some(to + half + i, (high * c + low * s) / divisor, left);
+        write(i, (low * c - high * s) / divisor, left);
+        write(half + i, (high * c + low * s) / divisor, left);
     }
 }
 
@@ -44,22 +68,35 @@ static void rotate_token(const Rotary& a, int64_t token) {
     const float *cos = a.cos + token * D / 2, *sin = a.sin + token * D / 2;
     A* q = (A*)a.q + token * a.q_stride;
     A* k = (A*)a.k + token * a.k_stride;
-    for (int64_t h = 0; h < a.H; ++h) rotate(q + h * D, cos, sin, D, 1, q + h * D);
+    for (int64_t h = 0; h < a.H; ++h) {
+        rotate(q + h * D, cos, sin, D, 1, InRow<A>{q + h * D});
+    }
     if (!a.k_cache) {
-        for (int64_t g = 0; g < a.G; ++g) rotate(k + g * D, cos, sin, D, 1, k + g * D);
+        for (int64_t g = 0; g < a.G; ++g) {
+            rotate(k + g * D, cos, sin, D, 1, InRow<A>{k + g * D});
+        }
         return;
     }
     int64_t slot = a.slot_mapping[token];
     if (slot < 0) return;
     const A* v = (const A*)a.v + token * a.v_stride;
-    T *key = (T*)a.k_cache + slot * a.G * D, *value = (T*)a.v_cache + slot * a.G * D;
+    T *k_cache = (T*)a.k_cache, *v_cache = (T*)a.v_cache;
     for (int64_t g = 0; g < a.G; ++g) {
         float k_scale = a.k_scale ? a.k_scale[g * a.scale_stride] : 1;
         vec v_scale = splat(a.v_scale ? a.v_scale[g * a.scale_stride] : 1);
-        rotate(k + g * D, cos, sin, D, k_scale, key + g * D);
-        for (int64_t d = g * D; d < (g + 1) * D; d += W) {
-            int64_t left = (g + 1) * D - d;
-            store_some(value + d, load_some(v + d, left) / v_scale, left);
+        T* value;
+        if (a.in_lanes) {
+            int64_t head = slot / a.S * a.G * a.S + g * a.S, in_block = slot % a.S;
+            int64_t lane = in_block % LANES;
+            T* group = k_cache + (head + in_block - lane) * D;
+            rotate(k + g * D, cos, sin, D, k_scale, InLanes<T>{group + lane * WORD<T>});
+            value = v_cache + (head + in_block) * D;
+        } else {
+            rotate(k + g * D, cos, sin, D, k_scale, InRow<T>{k_cache + (slot * a.G + g) * D});
+            value = v_cache + (slot * a.G + g) * D;
+        }
+        for (int64_t d = 0; d < D; d += W) {
+            store_some(value + d, load_some(v + g * D + d, D - d) / v_scale, D - d);
         }
     }
 }
@@ -140,27 +177,13 @@ struct SiluAndMul {
     int64_t num_threads;
 };
 
-struct Silu {
-    // What the logistic function is taken of.
-    static vec inside(vec x) { return x; }
-};
-
-// With tanh: x * (1 + tanh(z)) / 2 is x / (1 + exp(-2 z)).
-struct Gelu {
-    static vec inside(vec x) {
-        return x * splat(1.5957691216f) * (splat(1.0f) + splat(0.044715f) * x * x);
-    }
-};
-
 template <class A, class Activation>
 static void activate_token(const SiluAndMul& a, int64_t token) {
     const A *gate = (const A*)a.gate_up + token * a.stride, *up = gate + a.I;
     A* out = (A*)a.out + token * a.I;
-    vec one = splat(1.0f);
     for (int64_t i = 0; i < a.I; i += W) {
         int64_t left = a.I - i;
-        vec x = load_some(gate + i, left);
-        vec activated = x / (one + exp2(Activation::inside(x) * splat(-LOG2_E)));
+        vec activated = activate<Activation>(load_some(gate + i, left));
         store_some(out + i, activated * load_some(up + i, left), left);
     }
 }

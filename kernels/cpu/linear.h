@@ -4,6 +4,7 @@
 // other rows, nor on how many there are, nor on the number of threads.
 #pragma once
 
+#include "activation.h"
 #include "attention.h"
 #include "threads.h"
 
@@ -12,7 +13,8 @@ struct Linear {
     const void* weight;  // packed
     const void* bias;    // [O], or null
     int64_t O, I;        // outputs, inputs
-    int64_t is_gated;    // weight rows are [gate; up], and the outputs silu(gate) * up: O of them
+    int64_t gate;        // 0: none; else weight rows are [gate; up], and the outputs
+                         // activate(gate) * up: O of them
     int64_t dtype;
 };
 
@@ -74,8 +76,6 @@ static inline void put(Bf16* to, vec x, int64_t count) {
 }
 #endif
 
-static inline vec silu(vec x) { return x / (splat(1.0f) + exp2(x * splat(-LOG2_E))); }
-
 // Where a panel's outputs go.
 template <class A>
 struct Target {
@@ -83,6 +83,7 @@ struct Target {
     const A* bias;  // of the panel's first output, or null
     int64_t stride, left;  // left: outputs from the panel's first on
     int64_t to_up;  // from a gate's bias to its partner's; 0: the layer is not gated
+    int64_t activation;  // of a gate
 
     void write(const vec* sums, int64_t first, int64_t rows) const {
         for (int64_t row = first; row < first + rows; ++row, sums += VECS) {
@@ -93,7 +94,7 @@ struct Target {
                     gate += load_some(bias, left);
                     up += load_some(bias + to_up, left);
                 }
-                put(to, silu(gate) * up, left);
+                put(to, activate(activation, gate) * up, left);
                 continue;
             }
             for (int j = 0; j < VECS && j * W < left; ++j) {
@@ -108,7 +109,7 @@ struct Target {
 template <class A>
 static Target<A> target_of(const Linear& a, const Inputs& in, int64_t output) {
     return {(A*)in.out + output, a.bias ? (const A*)a.bias + output : nullptr, in.out_stride,
-            a.O - output, a.is_gated ? a.O : 0};
+            a.O - output, a.gate ? a.O : 0, a.gate};
 }
 
 // --- arithmetic ---
@@ -163,9 +164,9 @@ static void multiply_rows(int64_t rows, const typename P::Input* x, int64_t pitc
 // Returns the row of the weight that stands in vector `v` at `lane` of the panel whose outputs start
 // at `output`; -1: none.
 static inline int64_t weight_row(const Linear& a, int64_t output, int64_t v, int64_t lane) {
-    int64_t row = output + (a.is_gated ? 0 : v * W) + lane;
+    int64_t row = output + (a.gate ? 0 : v * W) + lane;
     if (row >= a.O) return -1;
-    return a.is_gated ? row + v * a.O : row;
+    return a.gate ? row + v * a.O : row;
 }
 
 template <class P>
@@ -174,7 +175,7 @@ struct Layout {
     int64_t panels, units, panel_size;
 
     explicit Layout(const Linear& a) {
-        outputs = a.is_gated ? W : VECS * W;
+        outputs = a.gate ? W : VECS * W;
         panels = (a.O + outputs - 1) / outputs;
         units = (a.I + P::DEPTH - 1) / P::DEPTH;
         panel_size = VECS * W * units * P::DEPTH;
@@ -231,7 +232,9 @@ struct Units {
     Units(int64_t rows, int64_t at_once, int64_t panels, int64_t num_threads)
         : rows(rows), panels(panels) {
         row_blocks = (rows + at_once - 1) / at_once;
-        chunks = num_threads == 1 ? 1 : std::min(panels, UNITS_PER_THREAD * num_threads);
+        int64_t most = UNITS_PER_THREAD * num_threads;
+        // Of few panels each is a unit: one of two panels at the end would be waited for.
+        chunks = num_threads == 1 ? 1 : panels < 2 * most ? panels : most;
     }
 
     int64_t count() const { return row_blocks * chunks; }
@@ -239,6 +242,12 @@ struct Units {
     int64_t end_row(int64_t unit) const { return rows * (unit / chunks + 1) / row_blocks; }
     int64_t first_panel(int64_t unit) const { return panels * (unit % chunks) / chunks; }
     int64_t end_panel(int64_t unit) const { return panels * (unit % chunks + 1) / chunks; }
+
+    // The panel that this thread will most likely need behind this one: others take the units
+    // between.
+    int64_t panel_after(int64_t unit, int64_t panel, int64_t num_threads) const {
+        return panel + 1 < end_panel(unit) ? panel + 1 : first_panel(unit + num_threads);
+    }
 };
 
 // Rows of x as products take them: where they lie, if they may, or converted.
@@ -296,7 +305,8 @@ static void linear(const Linear& a, const Inputs& in) {
         int64_t strips = (end - first + STRIP - 1) / STRIP;
         for (int64_t p = units.first_panel(unit); p < units.end_panel(unit); ++p) {
             const typename P::Weight* panel = weight + p * layout.panel_size;
-            const char* next = (const char*)(panel + layout.panel_size);
+            const char* next = (const char*)(weight + units.panel_after(unit, p, num_threads) *
+                                                          layout.panel_size);
             Target<A> target = target_of<A>(a, in, p * layout.outputs);
             vec results[STRIP * VECS];
             for (int64_t s = 0; s < strips; ++s) {

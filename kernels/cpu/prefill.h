@@ -103,49 +103,6 @@ static inline int64_t packed_at(int64_t column, int64_t columns, int64_t depth, 
     return panel * depth + (column - panel) * P::DEPTH;
 }
 
-// Writes W rows of 32-bit units as columns: to[u * stride + i] = from[i * from_stride + u].
-static inline void transpose(const uint32_t* from, int64_t from_stride, int64_t units, uint32_t* to,
-                             int64_t stride) {
-#ifdef WIDE
-    for (int64_t u = 0; u < units; u += 16) {
-        __m512i r[16], t[16];
-        for (int i = 0; i < 16; ++i) r[i] = _mm512_loadu_si512(from + i * from_stride + u);
-        for (int i = 0; i < 8; ++i) {
-            t[2 * i] = _mm512_unpacklo_epi32(r[2 * i], r[2 * i + 1]);
-            t[2 * i + 1] = _mm512_unpackhi_epi32(r[2 * i], r[2 * i + 1]);
-        }
-        for (int i = 0; i < 4; ++i) {
-            r[4 * i] = _mm512_unpacklo_epi64(t[4 * i], t[4 * i + 2]);
-            r[4 * i + 1] = _mm512_unpackhi_epi64(t[4 * i], t[4 * i + 2]);
-            r[4 * i + 2] = _mm512_unpacklo_epi64(t[4 * i + 1], t[4 * i + 3]);
-            r[4 * i + 3] = _mm512_unpackhi_epi64(t[4 * i + 1], t[4 * i + 3]);
-        }
-        for (int i = 0; i < 4; ++i) {
-            t[i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0x88);
-            t[4 + i] = _mm512_shuffle_i32x4(r[i], r[4 + i], 0xdd);
-            t[8 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0x88);
-            t[12 + i] = _mm512_shuffle_i32x4(r[8 + i], r[12 + i], 0xdd);
-        }
-        for (int i = 0; i < 4; ++i) {
-            __m512i columns[4] = {
-                _mm512_shuffle_i32x4(t[i], t[8 + i], 0x88),
-                _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0x88),
-                _mm512_shuffle_i32x4(t[i], t[8 + i], 0xdd),
-                _mm512_shuffle_i32x4(t[4 + i], t[12 + i], 0xdd),
-            };
-            for (int j = 0; j < 4; ++j) {
-                int64_t unit = u + 4 * j + i;
-                if (unit < units) _mm512_storeu_si512(to + unit * stride, columns[j]);
-            }
-        }
-    }
-#else
-    for (int64_t u = 0; u < units; ++u) {
-        for (int64_t i = 0; i < W; ++i) to[u * stride + i] = from[i * from_stride + u];
-    }
-#endif
-}
-
 // Converts one row of D elements; behind them zeros, up to `width`.
 template <class T, class To>
 static inline void convert_row(const T* from, int64_t D, To* to, int64_t width) {
@@ -160,34 +117,54 @@ static inline void convert_row(const T* from, int64_t D, T* to, int64_t width) {
     memset((void*)(to + D), 0, (width - D) * sizeof(T));
 }
 
-// Packs keys as [D, columns], columns a multiple of W. Keys from `count` on are zeros.
-template <class P, class T>
-static void pack_keys(const T* cache, const int64_t* rows, int64_t count, int64_t columns,
-                      int64_t D, typename P::Element* packed, typename P::Element* staging) {
-    typedef typename P::Element Element;
-    int64_t width = round_up(D, 2 * W), stride;
-    for (int64_t first = 0; first < columns; first += W) {
-        for (int64_t i = 0; i < W; ++i) {
-            if (first + i < count) {
-                convert_row(cache + rows[first + i], D, staging + i * width, width);
-            } else {
-                memset((void*)(staging + i * width), 0, width * sizeof(Element));
-            }
-        }
-        Element* to = packed + packed_at<P>(first, columns, D, stride);
-        transpose((const uint32_t*)staging, width / P::DEPTH, D / P::DEPTH, (uint32_t*)to, stride);
+// Writes a line of keys in lanes, element by element of all tokens: depth by depth, `stride` apart.
+template <class T>
+static inline void write_line(const T* line, int64_t vector, float* to, int64_t stride) {
+    vec x[WORD<T> * (LANES / W)];
+    widen_line(line, x);
+    for (int64_t i = 0; i < WORD<T>; ++i) store(to + i * stride, x[i * (LANES / W) + vector]);
+}
+
+#ifdef BF16_DOT
+template <class T>
+static inline void write_line(const T* line, int64_t, Bf16* to, int64_t stride) {
+    vec x[WORD<T>];
+    widen_line(line, x);
+    for (int64_t i = 0; i < WORD<T>; i += 2) {
+        // These are bf16 numbers already.
+        uvec pairs = ((uvec)x[i] >> 16) | ((uvec)x[i + 1] & 0xffff0000u);
+        memcpy((void*)(to + i * stride), &pairs, sizeof(pairs));
     }
 }
 
-// Packs values as [KEYS, width]. Values from `count` on are zeros, as far as products read them.
+static inline void write_line(const Bf16* line, int64_t, Bf16* to, int64_t) {
+    memcpy((void*)to, line, LANES * 2 * sizeof(Bf16));
+}
+#endif
+
+// Packs a group of keys in lanes as columns from `first` on of [D, columns].
 template <class P, class T>
-static void pack_values(const T* cache, const int64_t* rows, int64_t count, int64_t D,
+static void pack_keys(const T* group, int64_t first, int64_t columns, int64_t D,
+                      typename P::Element* packed) {
+    for (int64_t j = 0; j < LANES / W && first + j * W < columns; ++j) {
+        int64_t stride;
+        typename P::Element* to = packed + packed_at<P>(first + j * W, columns, D, stride);
+        for (int64_t d = 0; d < D; d += WORD<T>) {
+            write_line(group + d * LANES, j, to + d * stride, stride);
+        }
+    }
+}
+
+// Packs the values of tokens [from, count) as [KEYS, width]. Others are zeros, as far as products
+// read them.
+template <class P, class T>
+static void pack_values(const T* cache, const int64_t* rows, int64_t from, int64_t count, int64_t D,
                         int64_t width, float* packed, float*) {
     // Row by row, as they lie in memory.
     for (int64_t t = 0; t < count; ++t) {
         for (int64_t d = 0; d < width; d += W) {
             int64_t stride, at = packed_at<P>(d, width, KEYS, stride);
-            vec x = d < D ? load_some(cache + rows[t] + d, D - d) : vec{};
+            vec x = t >= from && d < D ? load_some(cache + rows[t] + d, D - d) : vec{};
             store(packed + at + t * stride, x);
         }
     }
@@ -195,15 +172,17 @@ static void pack_values(const T* cache, const int64_t* rows, int64_t count, int6
 
 #ifdef BF16_DOT
 template <class P, class T>
-static void pack_values(const T* cache, const int64_t* rows, int64_t count, int64_t D,
+static void pack_values(const T* cache, const int64_t* rows, int64_t from, int64_t count, int64_t D,
                         int64_t width, Bf16* packed, Bf16* staging) {
     int64_t padded = round_up(D, 2 * W);
     for (int64_t t = 0; t < count; t += 2) {
-        convert_row(cache + rows[t], D, staging, padded);
-        if (t + 1 < count) {
-            convert_row(cache + rows[t + 1], D, staging + padded, padded);
-        } else {
-            memset((void*)(staging + padded), 0, padded * sizeof(Bf16));
+        for (int64_t i = 0; i < 2; ++i) {
+            Bf16* row = staging + i * padded;
+            if (t + i >= from && t + i < count) {
+                convert_row(cache + rows[t + i], D, row, padded);
+            } else {
+                memset((void*)row, 0, padded * sizeof(Bf16));
+            }
         }
         for (int64_t d = 0; d < width; d += W) {
             int64_t stride, at = packed_at<P>(d, width, KEYS, stride);
@@ -252,7 +231,7 @@ struct PrefillScratch {
         weights = (typename P::Element*)take(rows * KEYS);
         keys = (typename P::Element*)take(KEYS * padded);
         values = (typename P::Element*)take(KEYS * width);
-        staging = (typename P::Element*)take(W * padded);
+        staging = (typename P::Element*)take(LANES * padded);
         return next - base;
     }
 };
@@ -305,6 +284,8 @@ static void prefill(const Attention& a, const PrefillItem& item, float* base) {
     int64_t end = num_cached + item.first + item.count;
     int64_t begin = num_cached + item.first + 1 - a.window;
     if (a.window == 0 || begin < 0) begin = 0;
+    int64_t unseen = begin % LANES;
+    begin -= unseen;
     int64_t padded_rows = round_up(num_rows, P::STRIP), query_width = round_up(D, 2 * W);
     memset((void*)s.queries, 0, padded_rows * query_width * sizeof(*s.queries));
     memset(s.acc, 0, padded_rows * s.width * sizeof(float));
@@ -318,21 +299,25 @@ static void prefill(const Attention& a, const PrefillItem& item, float* base) {
                     query_width);
     }
     Scores to_scores(a, g);
-    Slots slots = slots_of(a, item.request);
-    const T *k = (const T*)a.k_cache, *v = (const T*)a.v_cache;
+    Places places(a, item.request);
+    const T* k = (const T*)a.k_cache + g * places.head;
+    const T* v = (const T*)a.v_cache + g * places.head;
     int64_t at[KEYS], next[KEYS];
     auto find = [&](int64_t key, int64_t* rows) {
         int64_t count = end - key < KEYS ? end - key : KEYS;
-        for (int64_t t = 0; t < count; ++t) rows[t] = slots[key + t] + g * D;
+        places.find(key, count, rows);
         return count > 0 ? count : 0;
     };
     int64_t count = find(begin, next), count_next;
-    for (int64_t key = begin; key < end; key += KEYS, count = count_next) {
+    for (int64_t key = begin; key < end; key += KEYS, count = count_next, unseen = 0) {
         memcpy(at, next, sizeof(at));
         count_next = find(key + KEYS, next);
         int64_t columns = round_up(count, W);
-        pack_keys<P>(k, at, count, columns, D, s.keys, s.staging);
-        pack_values<P>(v, at, count, D, s.width, s.values, s.staging);
+        for (int64_t t = 0; t < count; t += LANES) {
+            const T* group = group_of(a, at + t, t ? 0 : unseen, count - t, k, (T*)s.staging);
+            pack_keys<P>(group, t, columns, D, s.keys);
+        }
+        pack_values<P>(v, at, unseen, count, D, s.width, s.values, s.staging);
         // How many of these keys are seen by the rows before `row`.
         auto seen = [&](int64_t row) {
             int64_t last = (row < num_rows ? row : num_rows) - 1;

@@ -38,7 +38,7 @@ struct QuantisedLinear {
     int64_t panel_bytes() const { return groups() * group_bytes(); }
 
     // Outputs of a panel, and panels.
-    int64_t outputs() const { return plain.is_gated ? W : VECS * W; }
+    int64_t outputs() const { return plain.gate ? W : VECS * W; }
     int64_t panels() const { return (plain.O + outputs() - 1) / outputs(); }
 };
 

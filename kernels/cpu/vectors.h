@@ -31,6 +31,10 @@ typedef uint32_t uvec __attribute__((vector_size(4 * W)));
 typedef uint16_t hvec __attribute__((vector_size(2 * W)));
 typedef uint8_t bvec __attribute__((vector_size(W)));
 
+template <int BYTES> struct Narrow { typedef hvec type; };
+template <> struct Narrow<1> { typedef bvec type; };
+template <> struct Narrow<4> { typedef uvec type; };
+
 struct Bf16 { uint16_t bits; };
 struct Fp16 { uint16_t bits; };
 struct E4m3 { uint8_t bits; };
@@ -67,31 +71,6 @@ static inline float sum(vec x) {
 #endif
 }
 
-// Sums each of W vectors into one element of the result.
-__attribute__((always_inline)) static inline vec sums(const vec* v) {
-#ifdef WIDE
-    __m512 a[8], b[4], c[2];
-    for (int i = 0; i < 8; ++i) {
-        __m512 x = (__m512)v[2 * i], y = (__m512)v[2 * i + 1];
-        a[i] = _mm512_unpacklo_ps(x, y) + _mm512_unpackhi_ps(x, y);
-    }
-    for (int i = 0; i < 4; ++i) {
-        __m512d x = (__m512d)a[2 * i], y = (__m512d)a[2 * i + 1];
-        b[i] = (__m512)_mm512_unpacklo_pd(x, y) + (__m512)_mm512_unpackhi_pd(x, y);
-    }
-    for (int i = 0; i < 2; ++i) {
-        c[i] = _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88) +
-               _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd);
-    }
-    return (vec)(_mm512_shuffle_f32x4(c[0], c[1], 0x88) +
-                 _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
-#else
-    vec result;
-    for (int i = 0; i < W; ++i) result[i] = sum(v[i]);
-    return result;
-#endif
-}
-
 static inline float largest(vec x) {
 #ifdef WIDE
     return _mm512_reduce_max_ps((__m512)x);
@@ -122,18 +101,39 @@ static inline int32_t sum_of(ivec x) {
 #endif
 }
 
-// The largest of elements 4 * n to 4 * n + 3, in all four of them. Of NaN there is no saying.
-static inline vec largest_of_fours(vec x) {
+// The largest element of each of N vectors, at most 4: of vector i in elements i, i + 4, and so on.
+// Of NaN there is no saying.
+template <int N>
+__attribute__((always_inline)) static inline vec largest_of_each(const vec* v) {
 #ifdef WIDE
-    __m512 y = _mm512_max_ps((__m512)x, _mm512_permute_ps((__m512)x, 0x4e));
-    return (vec)_mm512_max_ps(y, _mm512_permute_ps(y, 0xb1));
-#else
-    for (int step = 1; step <= 2; ++step) {
-        vec other;
-        for (int i = 0; i < W; ++i) other[i] = x[i ^ step];
-        x = larger(x, other);
+    __m512 x[4];
+    for (int i = 0; i < 4; ++i) x[i] = (__m512)v[i < N ? i : N - 1];
+    __m512 y[2];
+    for (int i = 0; i < 2; ++i) {
+        y[i] = _mm512_max_ps(_mm512_unpacklo_ps(x[2 * i], x[2 * i + 1]),
+                             _mm512_unpackhi_ps(x[2 * i], x[2 * i + 1]));
     }
-    return x;
+    __m512 z = _mm512_max_ps(_mm512_shuffle_ps(y[0], y[1], 0x44),
+                             _mm512_shuffle_ps(y[0], y[1], 0xee));
+    z = _mm512_max_ps(z, _mm512_shuffle_f32x4(z, z, 0x4e));
+    return (vec)_mm512_max_ps(z, _mm512_shuffle_f32x4(z, z, 0xb1));
+#else
+    vec result{};
+    for (int i = 0; i < N; ++i) {
+        float best = largest(v[i]);
+        for (int j = i; j < W; j += 4) result[j] = best;
+    }
+    return result;
+#endif
+}
+
+// Element `i` of the first four, everywhere, of a vector that repeats them.
+template <int I>
+__attribute__((always_inline)) static inline vec splat_of(vec x) {
+#ifdef WIDE
+    return (vec)_mm512_permute_ps((__m512)x, I * 0x55);
+#else
+    return splat(x[I]);
 #endif
 }
 
@@ -172,6 +172,24 @@ static inline vec load(const E4m3* p) {
     hvec bits = magnitude == 0x7f ? magnitude * 0 + 0x7e00 : magnitude << 7;
     // Eight more in the exponent's bias.
     return from_half(bits | ((h & 0x80) << 8)) * splat(256.0f);
+}
+
+// Element i of the 32-bit word in each lane.
+template <class T>
+static inline vec element_of(uvec words, int i) {
+    typedef typename Narrow<sizeof(T)>::type narrow;
+    narrow bits = __builtin_convertvector(words >> (i * 8 * sizeof(T)), narrow);
+    T elements[W];
+    memcpy((void*)elements, &bits, sizeof(elements));
+    return load(elements);
+}
+
+template <>
+inline vec element_of<float>(uvec words, int) { return (vec)words; }
+
+template <>
+inline vec element_of<Bf16>(uvec words, int i) {
+    return (vec)(i ? words & 0xffff0000u : words << 16);
 }
 
 // --- from fp32, to nearest even ---
@@ -269,6 +287,18 @@ static inline void store_some(T* p, vec x, int64_t count) {
 
 // --- functions ---
 
+// 2 ** x for x in [-0.5, 0.5].
+static inline vec exp2_of_part(vec part) {
+    vec power = splat(1.5403530394e-4f);
+    power = power * part + splat(1.3333558147e-3f);
+    power = power * part + splat(9.6181291076e-3f);
+    power = power * part + splat(5.5504108665e-2f);
+    power = power * part + splat(2.4022650696e-1f);
+    power = power * part + splat(6.9314718056e-1f);
+    power = power * part + splat(1.0f);
+    return power;
+}
+
 // 2 ** x within two units in the last place; 0 below 2 ** -126, 2 ** 126 at most.
 static inline vec exp2(vec x) {
 #ifdef WIDE
@@ -283,13 +313,7 @@ static inline vec exp2(vec x) {
     vec whole = (inside + splat(12582912.0f)) - splat(12582912.0f);
     vec part = inside - whole;
 #endif
-    vec power = splat(1.5403530394e-4f);
-    power = power * part + splat(1.3333558147e-3f);
-    power = power * part + splat(9.6181291076e-3f);
-    power = power * part + splat(5.5504108665e-2f);
-    power = power * part + splat(2.4022650696e-1f);
-    power = power * part + splat(6.9314718056e-1f);
-    power = power * part + splat(1.0f);
+    vec power = exp2_of_part(part);
 #ifdef WIDE
     __mmask16 there = _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
     return (vec)_mm512_maskz_scalef_ps(there, (__m512)power, (__m512)whole);
@@ -299,6 +323,17 @@ static inline vec exp2(vec x) {
     // Of NaN the exponent is nonsense, and may have made a number of it.
     result = pick(x == x, result, x);
     return pick(x < splat(-126.0f), vec{}, result);
+#endif
+}
+
+// The same of a number that is not above 0, or hardly: a few instructions less.
+static inline vec exp2_below(vec x) {
+#ifdef WIDE
+    __m512 inside = _mm512_max_ps(_mm512_set1_ps(-1000.0f), (__m512)x);
+    vec whole = (vec)_mm512_roundscale_ps(inside, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    return (vec)_mm512_scalef_ps((__m512)exp2_of_part((vec)inside - whole), (__m512)whole);
+#else
+    return exp2(x);
 #endif
 }
 

@@ -61,6 +61,8 @@ class LoadedAdapter:
 class _Load:
     """A load under way."""
 
+    slot: int
+    path: str
     waiting: set[AdapterLink]
     """Workers that have not answered."""
 
@@ -80,7 +82,6 @@ class _Join:
 
     ready: Callable[[Sequence[AdapterLost]], None]
     timer: asyncio.TimerHandle
-    asked: list[LoadedAdapter]
     lost: list[AdapterLost] = field(default_factory=list)
 
 
@@ -180,7 +181,8 @@ class AdapterDesk:
     def join(self, link: AdapterLink, ready: Callable[[Sequence[AdapterLost]], None]) -> None:
         """Bring a worker that is ready to what others have; call `ready` when it has it.
 
-        What it could not load is lost, and told to `ready`.
+        What it could not load is lost, and told to `ready`. It takes part in loads under way,
+        which end when it has answered, too.
         """
         loaded = [adapter for adapter in self._slots.values() if adapter is not None]
         for slot in sorted(self._used_slots - self._slots.keys()):
@@ -189,7 +191,10 @@ class AdapterDesk:
         waiting = {
             self._send([link], each.slot, each.path, each.generation): each for each in loaded
         }
-        self._joins[link] = _Join(waiting, ready, timer, loaded)
+        for number, load in self._loads.items():
+            load.waiting.add(link)
+            self._send_change([link], number, load.slot, load.path)
+        self._joins[link] = _Join(waiting, ready, timer)
         self._end_join(link)
 
     def leave(self, link: AdapterLink) -> None:
@@ -239,10 +244,9 @@ class AdapterDesk:
 
     async def _load_into(self, slot: int, path: str) -> int:
         done: asyncio.Future[int] = asyncio.get_running_loop().create_future()
-        load = _Load(set(self._links), done)
-        number = self._next_number
+        load = _Load(slot, path, set(self._everybody()), done)
+        number = self._send(self._everybody(), slot, path)
         self._loads[number] = load
-        self._send(self._links, slot, path)
         try:
             async with asyncio.timeout(LOAD_LIMIT_S):
                 return await done
@@ -268,10 +272,6 @@ class AdapterDesk:
         del self._joins[link]
         join.timer.cancel()
         self._links.append(link)
-        for adapter in join.asked:
-            if self._slots.get(adapter.slot) is not adapter:
-                # It went while the worker loaded it.
-                self._send([link], adapter.slot)
         join.ready(join.lost)
 
     def _give_up(self, link: AdapterLink) -> None:
@@ -279,6 +279,9 @@ class AdapterDesk:
         link.fail(grpc.StatusCode.ABORTED, reason)
 
     def _lose(self, adapter: LoadedAdapter, reason: str, join: _Join) -> None:
+        if self._slots.get(adapter.slot) is not adapter:
+            # It went while the worker loaded it.
+            return
         if self._names.get(adapter.name) is adapter:
             del self._names[adapter.name]
         self._log.error("adapter lost", name=adapter.name, reason=reason)
@@ -296,8 +299,12 @@ class AdapterDesk:
             self._empty(adapter.slot)
 
     def _empty(self, slot: int) -> None:
-        self._send(self._links, slot)
+        self._send(self._everybody(), slot)
         del self._slots[slot]
+
+    def _everybody(self) -> list[AdapterLink]:
+        """Return who has what is loaded, and who is about to have it."""
+        return [*self._links, *self._joins]
 
     def _send(
         self, links: Sequence[AdapterLink], slot: int, path: str = "", generation: int = 0
@@ -305,10 +312,20 @@ class AdapterDesk:
         """Send a change, a drop without a path, and return its number."""
         self._used_slots.add(slot)
         number, self._next_number = self._next_number, self._next_number + 1
+        self._send_change(links, number, slot, path, generation)
+        return number
+
+    def _send_change(
+        self,
+        links: Sequence[AdapterLink],
+        number: int,
+        slot: int,
+        path: str,
+        generation: int = 0,
+    ) -> None:
         for link in links:
             link.send_adapter(
                 worker_pb2.AdapterChange(
                     adapter=slot, path=path, generation=generation, number=number
                 )
             )
-        return number

@@ -150,6 +150,7 @@ class Embedder:
                 arrival_ns=arrival_ns,
                 traceparent="",
                 reports=Reports(pooling=pooling),
+                call_id=request_id,
             )
             for number, token_ids in enumerate(inputs)
         ]

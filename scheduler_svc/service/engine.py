@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from itertools import chain
 from typing import Protocol
 
 import structlog
@@ -14,7 +15,6 @@ from scheduler_svc.core.block_hash import ExtraKeys
 from scheduler_svc.core.errors import (
     AdapterLoadError,
     DeadlineError,
-    InvariantError,
     RequestError,
     UnavailableError,
     UnknownPinError,
@@ -26,7 +26,6 @@ from scheduler_svc.core.step_pace import StepPace
 from scheduler_svc.core.step_plan import StepPlan
 from scheduler_svc.service.adapter_desk import AdapterDesk
 from scheduler_svc.service.deadline_timer import at_deadline
-from scheduler_svc.service.embedding_reading import EmbeddingRoom
 from scheduler_svc.service.engine_door import Submission
 from scheduler_svc.service.engine_load import load_of
 from scheduler_svc.service.group_events import (
@@ -36,6 +35,7 @@ from scheduler_svc.service.group_events import (
     Mailbox,
     StepArrived,
 )
+from scheduler_svc.service.held_bytes import HeldBytes
 from scheduler_svc.service.live_streams import LiveStreams
 from scheduler_svc.service.outside_changes import OutsideChanges
 from scheduler_svc.service.plan_timer import PlanTimer
@@ -92,7 +92,7 @@ class Engine:
         self._group = group
         self._scheduling = OutsideChanges(scheduler, mailbox)
         self.adapters = adapters or AdapterDesk(0)
-        self._embeddings = EmbeddingRoom(max_embedding_bytes)
+        self._held_bytes = HeldBytes(max_embedding_bytes)
         self._mailbox = mailbox
         self._incarnation = incarnation
         self._worker_wait_s = worker_wait_s
@@ -146,7 +146,7 @@ class Engine:
                 if self._after_turn is not None:
                     self._after_turn(time.monotonic_ns())
                 await self._mailbox.wait()
-        except InvariantError:
+        except Exception:
             self._log_state()
             raise
         finally:
@@ -216,7 +216,7 @@ class Engine:
             return
         unfit = self._scheduler.start_epoch(event.num_blocks, event.root, now_ns, event.kv_groups)
         for request in unfit:
-            self._live.piles[request].stream.end_finished()
+            self._live.piles[request].stream.end_unfit()
 
     def _lose_group(self) -> asyncio.TimerHandle:
         self._ready = False
@@ -271,7 +271,7 @@ class Engine:
         """
         with (
             self.adapters.using(submission.adapter) as adapter,
-            self._embeddings.holding(submission.embeddings),
+            self._held_bytes.of(submission),
         ):
             weight = self._tenant_weights.get(submission.tenant, 1.0)
             async with self._streaming(submission, make_request(submission, weight, adapter)) as it:
@@ -284,7 +284,7 @@ class Engine:
         self._check_taking(submission)
         with self._scheduling() as scheduler:
             scheduler.add(request, time.monotonic_ns(), self._pace)
-        stream = RequestStream(request, self._stop)
+        stream = RequestStream(request, self._stop, submission.call_id)
         self._live.add(stream)
         try:
             with at_deadline(submission.deadline_ns, lambda: self._fail(stream, _too_late())):
@@ -331,17 +331,15 @@ class Engine:
 
     def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
         """End a tenant's live requests; see EngineDoor. Cost: O(live requests)."""
-        live = self._live.of_tenant(tenant)
-        wanted = list(live) if request_ids is None else dict.fromkeys(request_ids)
-        aborted = [request_id for request_id in wanted if request_id in live]
-        self._abort([live[request_id] for request_id in aborted])
-        return aborted, [request_id for request_id in wanted if request_id not in live]
+        found = self._live.named(tenant, request_ids)
+        self._abort(list(dict.fromkeys(chain.from_iterable(found.values()))))
+        return list(found), [each for each in dict.fromkeys(request_ids or ()) if each not in found]
 
     def abort_everyone(self) -> list[str]:
         """End the live requests of all tenants; see EngineDoor."""
         live = self._live.live()
         self._abort(live)
-        return [stream.request.request_id for stream in live]
+        return [name for _, name in dict.fromkeys((it.request.tenant, it.call_id) for it in live)]
 
     def _abort(self, streams: Sequence[RequestStream]) -> None:
         with self._scheduling() as scheduler:

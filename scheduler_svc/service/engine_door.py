@@ -78,6 +78,9 @@ class Submission:
     reports: Reports = field(default_factory=Reports)
     """What is wanted beside tokens, or in place of them."""
 
+    call_id: str = ""
+    """What the caller named the call, where it has several requests. Empty: `request_id`."""
+
     @property
     def num_outputs(self) -> int:
         """Sequences that the stream will have."""
@@ -237,13 +240,15 @@ class EngineDoor(Protocol):
     def abort(self, tenant: str, request_ids: Sequence[str] | None) -> tuple[list[str], list[str]]:
         """End a tenant's live requests with reason ABORT; None ends all it has.
 
-        Returns: ids that were live, and ids that were not.
+        The id of a call ends all its requests; each has an id of its own beside it.
+
+        Returns: ids that were live, those of calls if all were to end, and ids that were not.
         """
 
     def abort_everyone(self) -> list[str]:
         """End the live requests of all tenants with reason ABORT.
 
-        Returns: their ids, of which those of several tenants may be equal.
+        Returns: the ids of their calls, of which those of several tenants may be equal.
         """
 
     def load(self) -> Load:

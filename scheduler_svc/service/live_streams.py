@@ -1,6 +1,7 @@
 """The requests whose readers have not left, and where their tokens pile up."""
 
 import asyncio
+from collections.abc import Sequence
 
 from scheduler_svc.core.request import Request
 from scheduler_svc.service.token_stream import Pile, RequestStream
@@ -36,10 +37,18 @@ class LiveStreams:
         """Return the streams that have not ended."""
         return [stream for stream in self.streams.values() if stream.is_live]
 
-    def of_tenant(self, tenant: str) -> dict[str, RequestStream]:
-        """Return a tenant's streams that have not ended, by their ids."""
-        theirs = (stream for stream in self.live() if stream.request.tenant == tenant)
-        return {stream.request.request_id: stream for stream in theirs}
+    def named(self, tenant: str, ids: Sequence[str] | None) -> dict[str, list[RequestStream]]:
+        """Return a tenant's streams that have not ended, by those of some ids that they answer to.
+
+        They answer to the id of their call, and to their own. None: all, by the ids of calls.
+        """
+        found: dict[str, list[RequestStream]] = {}
+        for stream in self.live():
+            if stream.request.tenant == tenant:
+                found.setdefault(stream.call_id, []).append(stream)
+                if ids is not None and stream.request.request_id != stream.call_id:
+                    found.setdefault(stream.request.request_id, []).append(stream)
+        return found if ids is None else {name: found[name] for name in ids if name in found}
 
     def of_adapter(self, slot: int) -> list[RequestStream]:
         """Return the streams of an adapter's requests."""

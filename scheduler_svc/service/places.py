@@ -54,6 +54,12 @@ class Places:
         """Have a place free for one worker alone, until a time."""
         self._kept[rank] = _Kept(boot_id, until_s)
 
-    def takers(self) -> dict[int, int]:
-        """Return the boot id at each rank that is taken."""
-        return dict(self._taken)
+    def why_full(self) -> str:
+        """Return in words why there is no place."""
+        places = [
+            f"rank {rank} is taken by the worker with boot id {boot_id:016x}"
+            for rank, boot_id in sorted(self._taken.items())
+        ]
+        if len(places) < len(self._ranks):
+            places.append("the others are kept for workers that should come back")
+        return ", ".join(places)

@@ -260,6 +260,8 @@ class ResponseWriter:
             num_tokens = sum(sequence.num_tokens for sequence in self.sequences)
             response.summary.CopyFrom(_summary(batch.account, num_tokens))
             response.summary.prompt_logprobs.extend(self._prompt_logprobs)
+            # The message has copies, and may wait for its reader for long.
+            self._prompt_logprobs.clear()
         elif not response.deltas and not response.finished:
             return None
         return response

@@ -46,6 +46,7 @@ from scheduler_svc.service.metrics_http import serve_metrics
 from scheduler_svc.service.public_services import PUBLIC_SERVICES, add_public_services
 from scheduler_svc.service.signals import two_stage_signals
 from scheduler_svc.service.text.model_facts import ModelFacts
+from scheduler_svc.service.text.served_architectures import blaming_the_architecture
 from scheduler_svc.service.text.tokenizer import Tokenizer
 from scheduler_svc.service.tracing import Tracing, tracing
 from scheduler_svc.service.worker_group import PROTOCOL_VERSION, JoinTerms, WorkerGroup
@@ -92,7 +93,8 @@ async def run_server(
             traces = await stack.enter_async_context(
                 tracing(environ, version=release, steps_every=settings.trace_steps_every)
             )
-            parts = _build(settings, release, registry, traces)
+            with blaming_the_architecture(Path(settings.model_path)):
+                parts = _build(settings, release, registry, traces)
             registry.register(LoadCollector(parts.engine.load))
             _log_start(settings, parts.front, page)
             # What has been built lives as long as the process: never look at it again.
@@ -329,6 +331,7 @@ def _terms(settings: SchedulerSettings, facts: ModelFacts, limits: Limits) -> Jo
         vocab_size=facts.vocab_size,
         join_secret=settings.join_secret.get_secret_value(),
         tensor_parallel_size=_ranks(settings, facts),
+        max_adapters=settings.max_loras,
     )
 
 

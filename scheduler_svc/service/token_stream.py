@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TypeAlias
 
-from scheduler_svc.core.errors import RequestError, SlowReaderError
+from scheduler_svc.core.errors import NeverFitsError, RequestError, SlowReaderError
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.step_plan import StepOutcome
 from scheduler_svc.core.told import PromptTable, TokenTold
@@ -75,6 +75,7 @@ class RequestStream:
         "_rest",
         "_stop",
         "accepted",
+        "call_id",
         "most_piled",
         "num_piled",
         "piles",
@@ -82,8 +83,9 @@ class RequestStream:
         "waiter",
     )
 
-    def __init__(self, request: Request, stop: "StopAfter") -> None:
+    def __init__(self, request: Request, stop: "StopAfter", call_id: str = "") -> None:
         self.request = request
+        self.call_id = call_id or request.request_id
         self.accepted = Accepted(
             request_id=request.request_id,
             num_prompt_tokens=request.num_prompt_tokens,
@@ -131,6 +133,16 @@ class RequestStream:
                 )
                 self._num_ends += 1
         self._wake()
+
+    def end_unfit(self) -> None:
+        """Tell the reader that a new pool cannot hold the request, whose end is set.
+
+        One that has nothing yet is refused, as it is where the pool is known when it comes.
+        """
+        if self.account().num_output_tokens:
+            self.end_finished()
+        else:
+            self.fail(NeverFitsError("prompt", self.request.error))
 
     def _take_hypotheses(self) -> None:
         hypotheses = self.request.hypotheses

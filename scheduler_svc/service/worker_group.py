@@ -77,6 +77,9 @@ class JoinTerms:
     tensor_parallel_size: int = 1
     """Ranks of a group."""
 
+    max_adapters: int = 0
+    """Adapters at once, for which workers keep memory."""
+
 
 class WorkerGroup:
     """One group, of as many ranks as the terms say.
@@ -181,7 +184,8 @@ class WorkerGroup:
         wanted = hello.rank if hello.HasField("rank") else None
         rank = self._places.choose(hello.boot_id, wanted, self._now_s())
         if rank is None:
-            raise JoinRefusedError(grpc.StatusCode.ALREADY_EXISTS, self._why_full())
+            why = f"group {self.number} {self._places.why_full()}"
+            raise JoinRefusedError(grpc.StatusCode.ALREADY_EXISTS, why)
         device_uuid = self._free_device(hello, rank)
         old = self._links.get(rank)
         if old is not None:
@@ -205,15 +209,6 @@ class WorkerGroup:
             grpc.StatusCode.ALREADY_EXISTS, "every device of the worker is taken by another rank"
         )
 
-    def _why_full(self) -> str:
-        places = [
-            f"rank {rank} is taken by the worker with boot id {boot_id:016x}"
-            for rank, boot_id in sorted(self._places.takers().items())
-        ]
-        if len(places) < self.world_size:
-            places.append("the others are kept for workers that should come back")
-        return f"group {self.number} " + ", ".join(places)
-
     def _ack(
         self, hello: worker_pb2.WorkerHello, rank: int, device_uuid: str
     ) -> worker_pb2.JoinAck:
@@ -230,6 +225,7 @@ class WorkerGroup:
             pipeline_depth=terms.pipeline_depth,
             heartbeat_s=terms.heartbeat_s,
             num_blocks_override=terms.num_blocks_override,
+            max_adapters=terms.max_adapters,
         )
 
     # For the link.
@@ -306,6 +302,10 @@ class WorkerGroup:
     def step_arrived(self, _link: WorkerLink, step: StepArrived) -> None:
         """Pass a result on."""
         self._mailbox.post(step)
+
+    def num_plans_sent(self) -> int:
+        """Return how many plans the leader has got on its stream; 0 without a leader."""
+        return self._leader.num_plans if self._leader is not None else 0
 
     def adapter_answered(self, link: WorkerLink, answer: worker_pb2.AdapterAnswer) -> None:
         """Pass an answer on."""

@@ -57,6 +57,9 @@ class LinkOwner(Protocol):
     def adapter_answered(self, link: "WorkerLink", answer: worker_pb2.AdapterAnswer) -> None:
         """Note how the load of an adapter ended."""
 
+    def num_plans_sent(self) -> int:
+        """Return how many plans the leader has got on the stream it has now."""
+
     def worker_gone(self, link: "WorkerLink", reason: str) -> None:
         """Note that the stream has ended. Called once."""
 
@@ -87,6 +90,8 @@ class WorkerLink:
         for device in hello.devices:
             if device.uuid == ack.device_uuid:
                 self._device = device.kind
+        self.num_plans = 0
+        """Sent on this stream."""
         self._owner = owner
         self._phase = worker_pb2.WORKER_PHASE_LOADING
         self._said_loaded = ack.world_size == 1
@@ -128,13 +133,15 @@ class WorkerLink:
             raise ValueError(f"worker of rank {self.rank} got a plan before it was ready")
         message = encode_plan(plan, self.epoch, traceparent)
         encoded_ns = time.monotonic_ns()
+        self.num_plans += 1
         self._steps_in_flight.append(plan.step_id)
         self._outbox.append(message)
         self._outbox_changed.set()
         return SentPlan(self.epoch.number, len(message), encoded_ns, time.monotonic_ns())
 
     def send_adapter(self, change: worker_pb2.AdapterChange) -> None:
-        """Queue a change of an adapter, behind the plans that were sent."""
+        """Queue a change of an adapter, behind the plans that were sent to the group."""
+        change.num_plans_before = self._owner.num_plans_sent()
         self._send(worker_pb2.JoinResponse(adapter=change))
 
     def send_rendezvous(self, address: str) -> None:

@@ -106,7 +106,12 @@ class RecordingHost:
     """The model of a path on this CPU. What its cache never wrote is NaN."""
 
     def __init__(
-        self, path: Path, num_blocks: int | None, step_s: float, adapter_dir: str = ""
+        self,
+        path: Path,
+        num_blocks: int | None,
+        step_s: float,
+        adapter_dir: str = "",
+        kv_cache_dtype: str = "auto",
     ) -> None:
         log = make_logger(io.StringIO(), "text", "error")
         self._model = LocalModel(
@@ -114,7 +119,7 @@ class RecordingHost:
                 model_path=str(path),
                 device="cpu",
                 dtype="float32",
-                kv_cache_dtype="auto",
+                kv_cache_dtype=kv_cache_dtype,
                 attention_backend="auto",
                 kv_cache_memory_bytes=None,
                 gpu_memory_utilization=0.9,
@@ -140,6 +145,9 @@ class RecordingHost:
 
     def load(self, ranks: OtherRanks | None = None) -> None:
         self._model.load(ranks)
+
+    def agree(self) -> None:
+        self._model.agree()
 
     def make_runner(self, limits: CacheLimits) -> tuple[RecordingRunner, MemoryReport]:
         runner, report = self._model.make_runner(limits)
@@ -198,6 +206,8 @@ class Stack:
     workers: list[RunningWorker] = field(default_factory=list)
     adapter_dir: str = ""
     """Of the workers. Empty: they load none."""
+    kv_cache_dtype: str = "auto"
+    """Of the workers."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -212,7 +222,9 @@ class Stack:
         self, *, num_blocks: int | None = None, step_s: float = 0.0, model: Path | None = None
     ) -> RunningWorker:
         """Start a worker and wait until it serves."""
-        host = RecordingHost(model or self.model, num_blocks, step_s, self.adapter_dir)
+        host = RecordingHost(
+            model or self.model, num_blocks, step_s, self.adapter_dir, self.kv_cache_dtype
+        )
         self.workers.append(start_worker(host, self.worker_address))
         await until(lambda: bool(self.engine.serving))
         return self.workers[-1]
@@ -253,6 +265,7 @@ async def serving(
     join: bool = True,
     traces: Tracing | None = None,
     adapter_dir: Path | None = None,
+    kv_cache_dtype: str = "auto",
     **settings: object,
 ) -> AsyncIterator[Stack]:
     """Serve a model with blocks of 4 until the block is left. `step_s`: seconds a step takes."""
@@ -281,7 +294,7 @@ async def serving(
     stack = Stack(
         model, parts.engine, client, public.address, workers.address, registry, task, stop
     )
-    stack.adapter_dir = str(adapter_dir or "")
+    stack.adapter_dir, stack.kv_cache_dtype = str(adapter_dir or ""), kv_cache_dtype
     try:
         async with client:
             if join:

@@ -15,7 +15,7 @@ from grpc import aio
 from opentelemetry.proto.trace.v1.trace_pb2 import Status
 from prometheus_client import generate_latest
 
-from cases.stack import Stack, serving, until
+from cases.stack import Stack, held, serving, until
 from cases.table_llama import successors_of
 from otlp_receiver import Receiver, attributes, otlp_receiver
 from pagemill.client import (
@@ -39,12 +39,14 @@ async def test_case_I_01_tokens_computed_again_are_no_hits(bench_r: Path) -> Non
     rng = random.Random(5)
     prompts = [[rng.randrange(256) for _ in range(16)] for _ in range(20)]
     async with serving(bench_r, num_blocks=24, max_num_seqs=8, preemption_victim="newest") as stack:
-        replies = await asyncio.gather(
-            *(
-                stack.client.complete(prompt=p, temperature=0, max_tokens=20, ignore_eos=True)
-                for p in prompts
-            )
-        )
+        calls = [
+            stack.client.complete(prompt=p, temperature=0, max_tokens=20, ignore_eos=True)
+            for p in prompts
+        ]
+        with held(stack):
+            tasks = [asyncio.create_task(call) for call in calls]
+            await until(lambda: stack.engine.num_live == len(tasks))
+        replies = await asyncio.gather(*tasks)
         totals = (await stack.idle()).totals
         assert (totals.prefix_queries, totals.prefix_hits) == (320, 0)
         assert totals.preemptions >= 3

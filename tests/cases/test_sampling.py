@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import transformers_oracle as oracle
-from cases.stack import Stack, serving, until
+from cases.stack import Stack, held, serving, until
 from cases.table_llama import HIDDEN, STATE, successors_of, write_table_llama
 from pagemill.client import InvalidArgumentError as InvalidArgument
 from tiny_llama import VOCAB
@@ -133,6 +133,10 @@ async def test_case_H_09_a_seeded_request_is_the_same_in_any_company(bench_r: Pa
             "last row": await _draw_beside(stack, 7, 0),
             "beside top_k": await _draw_beside(stack, 2, 2, top_k=3),
         }
+        with held(stack):
+            beside = asyncio.create_task(_draw_beside(stack, 7, 0))
+            await until(lambda: stack.engine.num_live == 8)
+        found["at once"] = await beside
         assert max(len(step) for step in stack.steps) == 8
         for number in range(20):
             await _draw(stack, prompt=[number], seed=number, max_tokens=2)

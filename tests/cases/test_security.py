@@ -212,6 +212,29 @@ async def test_case_J_02_what_is_too_much_is_refused_before_it_costs(bench_t: Pa
         await asyncio.to_thread(worker.stop)
 
 
+async def test_case_J_02_a_long_prompt_is_scored_beside_others(bench_t: Path) -> None:
+    prompt = [position % 256 for position in range(5_999)] + [7]
+    async with serving(bench_t, num_blocks=2_200, max_num_seqs=4, max_logprobs=20) as stack:
+        background = asyncio.create_task(
+            stack.client.complete(prompt=[0], temperature=0, max_tokens=600, ignore_eos=True)
+        )
+        await until(lambda: stack.scheduler.num_running == 1)
+        scored = await stack.client.complete(
+            prompt=prompt, temperature=0, max_tokens=1, prompt_logprobs=20
+        )
+        nothing, *told = scored.summary.prompt_logprobs
+        assert (nothing, len(told)) == ((), 5_999)
+        for token, position in zip(prompt[1:], told, strict=True):
+            assert position[0].token_id == token
+            assert len({each.token_id for each in position}) == len(position) in {20, 21}
+        # The table has each token behind the one before it, but for the last.
+        assert all(position[0].logprob == pytest.approx(0, abs=1e-5) for position in told[:-1])
+        assert told[-1][0].logprob < -10
+        assert scored.token_ids == (8,)
+        assert list((await background).token_ids) == successors_of(0, 600)
+        await stack.idle()
+
+
 @pytest.mark.parametrize(
     "count", [1_000, pytest.param(10_000, marks=pytest.mark.slow)], ids=["1000", "10000"]
 )

@@ -37,9 +37,14 @@ def _run(*arguments: str) -> str:
     return done.stdout
 
 
+TWO_RANKS = ("--tensor-parallel-size", "2", "--threads", "1")
+"""Of 2 and 1 KV groups."""
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("flags", [(), TWO_RANKS])
 async def test_an_adapter_of_the_demo_model_equals_merged_weights(
-    demo_gguf: Path, tmp_path: Path
+    demo_gguf: Path, tmp_path: Path, flags: tuple[str, ...]
 ) -> None:
     model = load_demo(demo_gguf)
     adapter = write_adapter(
@@ -55,12 +60,13 @@ async def test_an_adapter_of_the_demo_model_equals_merged_weights(
     changed = greedy(model, ids, 24)
     assert changed != plain
 
-    with serving("demo", "--adapter-dir", str(tmp_path / "adapters")) as served:
+    with serving("demo", "--adapter-dir", str(tmp_path / "adapters"), *flags) as served:
+        assert "GiB kept for adapters: max_loras is 8, max_lora_rank is 64" in served.log()
         server = ("--server", served.address)
         loaded = await asyncio.to_thread(_run, "adapters", "load", "poet", "poets/one", *server)
         assert await asyncio.to_thread(_run, "adapters", "list", *server) == loaded
-        flags = ("--prompt", PROMPT, "--max-tokens", "24", "--temperature", "0", "--json")
-        told = _run("complete", *flags, "--ignore-eos", "--adapter", "poet", *server)
+        asked = ("--prompt", PROMPT, "--max-tokens", "24", "--temperature", "0", "--json")
+        told = _run("complete", *asked, "--ignore-eos", "--adapter", "poet", *server)
         answer: dict[str, Any] = json.loads(told)
         assert answer["token_ids"] == changed
         async with AsyncClient(served.address) as client:

@@ -13,6 +13,8 @@ from scheduler_svc.core.request import Request
 from tiny_families import FAMILIES, VOCAB, write_family
 from wired_pair import BLOCK_SIZE, BUDGET, WiredPair, ask
 from worker_svc.model.checkpoint import read_model_config
+from worker_svc.model.native_operations import NativeOperations
+from worker_svc.model.operations import Operations
 from worker_svc.model.torch_operations import TorchOperations
 
 DRAWN = np.random.default_rng(0).integers(0, VOCAB, 100).tolist()
@@ -26,14 +28,15 @@ def assert_as_alone(requests: list[Request], model: PreTrainedModel) -> None:
         assert output == oracle.greedy(model, prompt, len(output))
 
 
+@pytest.mark.parametrize("operations", [TorchOperations, NativeOperations])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_transformers_in_a_pool_too_small_for_all(
-    name: str, tmp_path: Path
+    name: str, operations: type[Operations], tmp_path: Path
 ) -> None:
     model = write_family(name, tmp_path, seed=3)
     groups = read_model_config(tmp_path).kv_groups
     longest = sum(group.most_blocks(64, BUDGET, BLOCK_SIZE) for group in groups)
-    pair = WiredPair(tmp_path, TorchOperations(), longest * 5 // 4, depth=2)
+    pair = WiredPair(tmp_path, operations(), longest * 5 // 4, depth=2)
     requests = [ask(str(place), prompt, 45) for place, prompt in enumerate(PROMPTS)]
     pair.serve(requests)
     assert_as_alone(requests, model)
@@ -42,12 +45,13 @@ def test_tokens_are_those_of_transformers_in_a_pool_too_small_for_all(
     assert sees_all == any(request.num_preemptions for request in requests)
 
 
+@pytest.mark.parametrize("operations", [TorchOperations, NativeOperations])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_tokens_are_those_of_transformers_behind_a_hit_and_a_fork(
-    name: str, tmp_path: Path
+    name: str, operations: type[Operations], tmp_path: Path
 ) -> None:
     model = write_family(name, tmp_path, seed=4)
-    pair = WiredPair(tmp_path, TorchOperations(), 300, depth=2)
+    pair = WiredPair(tmp_path, operations(), 300, depth=2)
     first = ask("first", DRAWN[:40], 20)
     pair.serve([first])
     again = ask("again", [*DRAWN[:40], 3, 1], 8, n=2)

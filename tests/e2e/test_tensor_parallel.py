@@ -13,7 +13,8 @@ import pytest
 
 from e2e.conftest import PROMPTS
 from e2e.serving import Served, serving
-from pagemill.client import AsyncClient, Completion, Delta
+from pagemill.client import AsyncClient, Completion, Delta, PagemillError
+from tiny_adapter import write_adapter
 from tiny_llama import write_tiny_llama
 
 LIMIT_S = 60.0
@@ -69,9 +70,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_llama(tmp_path_factory.mktemp("tiny"), max_position_embeddings=2048)
 
 
-async def stream(client: AsyncClient, count: int, received: list[int]) -> None:
+async def stream(client: AsyncClient, count: int, received: list[int], adapter: str = "") -> None:
     async for event in client.generate(
-        prompt=TINY_PROMPT, max_tokens=count, temperature=0.0, ignore_eos=True, timeout=LIMIT_S
+        prompt=TINY_PROMPT,
+        max_tokens=count,
+        temperature=0.0,
+        ignore_eos=True,
+        adapter=adapter,
+        timeout=LIMIT_S,
     ):
         if isinstance(event, Delta):
             received += event.token_ids
@@ -86,8 +92,13 @@ async def until(reached: Callable[[], bool]) -> float:
     return time.monotonic() - started
 
 
-async def test_a_killed_rank_is_a_pause(tiny: Path) -> None:
-    with serving(str(tiny), *ranks(2)) as served:
+FP8 = ("--kv-cache-dtype", "fp8")
+"""The new rank has no scales: all measure again, and those that stayed keep theirs."""
+
+
+@pytest.mark.parametrize("flags", [(), pytest.param(FP8, marks=pytest.mark.slow)])
+async def test_a_killed_rank_is_a_pause(flags: tuple[str, ...], tiny: Path) -> None:
+    with serving(str(tiny), *ranks(2), *flags) as served:
         async with AsyncClient(served.address) as client:
             expected: list[int] = []
             await stream(client, 200, expected)
@@ -102,6 +113,30 @@ async def test_a_killed_rank_is_a_pause(tiny: Path) -> None:
     assert [worker.rank for worker in group.workers] == [0, 1]
     # Neither the loss nor the end of the server shows stacks of torch's.
     assert "frame #" not in served.log()
+
+
+@pytest.mark.slow
+async def test_a_rank_that_comes_for_a_killed_one_has_the_adapters(
+    tiny: Path, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path / "poet")
+    with serving(str(tiny), *ranks(2), "--adapter-dir", str(tmp_path)) as served:
+        async with AsyncClient(served.address) as client:
+            with pytest.raises(PagemillError, match="where nothing is below adapter_dir"):
+                await client.load_adapter("cook", "cook")
+            await client.load_adapter("poet", "poet")
+            plain: list[int] = []
+            await stream(client, 200, plain)
+            expected: list[int] = []
+            await stream(client, 200, expected, "poet")
+            assert expected != plain
+            found: list[int] = []
+            streaming = asyncio.create_task(stream(client, 200, found, "poet"))
+            await until(lambda: len(found) >= 20)
+            os.kill(max(served.workers()), signal.SIGKILL)
+            await streaming
+            assert found == expected
+            assert [each.name for each in await client.adapters()] == ["poet"]
 
 
 @pytest.mark.slow

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from commands import run as run_program
 from kernels import cpu_layers
 from kernels import reference_layers as reference
+from kernels.cache_layout import LANES, layout, sizes, to_lanes, to_rows
 from kernels.checks import Scales, Store
 from kernels.cpu_attention import attend
 from kernels.reference_attention import quantise
@@ -22,11 +23,17 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 UNIT = {torch.float32: 0.0, torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10}
 
 
-def run(case: Case, name: str = "native", num_threads: int = 1, *, decode: bool) -> torch.Tensor:
+def run(
+    case: Case, name: str = "native", num_threads: int = 1, *, decode: bool, lanes: bool = False
+) -> torch.Tensor:
+    """Attend; with `lanes` to a cache in lanes, if its blocks allow it."""
+    k_cache, v_cache = case.k_cache, case.v_cache
+    if lanes and k_cache.shape[1] % LANES == 0:
+        k_cache, v_cache = to_lanes(k_cache, v_cache)
     out = attend(
         case.q,
-        case.k_cache,
-        case.v_cache,
+        k_cache,
+        v_cache,
         case.block_tables,
         case.seq_lens,
         None if decode else case.query_start_loc,
@@ -56,7 +63,7 @@ def assert_close(case: Case, out: torch.Tensor) -> None:
 
 @st.composite
 def cases(draw: st.DrawFn, *, decode: bool) -> Case:
-    block_size = draw(st.sampled_from([1, 3, 8, 16, 32]))
+    block_size = draw(st.sampled_from([1, 3, 8, 16, 32, 48]))
     lengths = draw(st.lists(st.integers(0, 3 * block_size), min_size=1, max_size=4))
     dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
     new = [1 if decode else draw(st.integers(0, length)) for length in lengths]
@@ -79,21 +86,21 @@ threads = st.integers(1, 3)
 
 @variants
 @settings(max_examples=60)
-@given(case=cases(decode=True), num_threads=threads)
+@given(case=cases(decode=True), num_threads=threads, lanes=st.booleans())
 def test_decoding_of_any_batch_agrees_with_dense_attention(
-    name: str, case: Case, num_threads: int
+    name: str, case: Case, num_threads: int, *, lanes: bool
 ) -> None:
-    assert_close(case, run(case, name, num_threads, decode=True))
+    assert_close(case, run(case, name, num_threads, decode=True, lanes=lanes))
 
 
 @variants
 @settings(max_examples=60)
-@given(case=cases(decode=False), num_threads=threads)
+@given(case=cases(decode=False), num_threads=threads, lanes=st.booleans())
 def test_prefill_of_any_mixed_batch_agrees_with_dense_attention(
-    name: str, case: Case, num_threads: int
+    name: str, case: Case, num_threads: int, *, lanes: bool
 ) -> None:
     if case.q.shape[0]:
-        assert_close(case, run(case, name, num_threads, decode=False))
+        assert_close(case, run(case, name, num_threads, decode=False, lanes=lanes))
 
 
 @variants
@@ -102,12 +109,42 @@ def test_long_sequences_of_many_tiles_agree_in_any_number_of_parts(
     name: str, dtype: torch.dtype
 ) -> None:
     lengths = [(700, 1), (0, 1), (33, 1), (1025, 1)]
-    case = make_case(lengths, heads=(6, 2), block_size=7, head_dim=72, dtype=dtype)
-    outs = [run(case, name, num_threads, decode=True) for num_threads in (1, 2, 5)]
-    for out in outs:
-        assert_close(case, out)
+    for block_size, window in ((7, None), (16, None), (32, 300), (64, None)):
+        case = make_case(lengths, heads=(6, 2), block_size=block_size, head_dim=72, dtype=dtype,
+                         window=window)  # fmt: skip
+        for num_threads in (1, 2, 5):
+            assert_close(case, run(case, name, num_threads, decode=True, lanes=True))
     chunk = make_case([(500, 300), (257, 1), (64, 64)], heads=(6, 2), head_dim=72, dtype=dtype)
-    assert_close(chunk, run(chunk, name, 2, decode=False))
+    for lanes in (False, True):
+        assert_close(chunk, run(chunk, name, 2, decode=False, lanes=lanes))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, E4M3])
+@given(groups=st.integers(1, 3), G=st.integers(1, 3), D=st.sampled_from([8, 24, 128]))
+@settings(max_examples=10)
+def test_both_layouts_hold_the_same_keys_and_values_where_they_say(
+    dtype: torch.dtype, groups: int, G: int, D: int
+) -> None:
+    S = groups * LANES
+    rows = [torch.randint(0, 256, (3, S, G, D * dtype.itemsize)).to(torch.uint8) for _ in "kv"]
+    k, v = (cache.view(dtype) for cache in rows)
+    in_lanes = to_lanes(k, v)
+    form = layout(3, S, G, D, dtype, in_lanes=True)
+    assert (in_lanes[0].shape, in_lanes[1].shape) == (form.k_shape, form.v_shape)
+    assert sizes(in_lanes[0]) == (3, S, G, D)
+    for mine, expected in zip(to_rows(*in_lanes), rows, strict=True):
+        assert torch.equal(mine.view(torch.uint8), expected)
+    N, slot, g, word = 2, S - 3, G - 1, D * dtype.itemsize // 4 - 1
+    key = in_lanes[0].view(torch.uint8)[N, g, slot // LANES, word, slot % LANES]
+    assert torch.equal(key, rows[0][N, slot, g, -4:])
+    # A block lies in one piece, so that it is copied whole.
+    assert torch.equal(to_rows(*(cache[1:2] for cache in in_lanes))[0].view(torch.uint8),
+                       rows[0][1:2])  # fmt: skip
+
+
+def test_blocks_that_are_no_multiple_of_sixteen_stay_in_rows() -> None:
+    assert layout(9, 8, 2, 64, torch.bfloat16, in_lanes=True).k_shape == (9, 8, 2, 64)
+    assert layout(9, 16, 2, 64, torch.bfloat16).k_shape == (9, 16, 2, 64)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -128,8 +165,9 @@ def test_case_e02_unused_slots_never_reach_the_result(name: str, kv_dtype: torch
         poisoned = make_case(lengths, kv_dtype=kv_dtype, heads=(2, 2))
         clean = make_case(lengths, kv_dtype=kv_dtype, heads=(2, 2), filling=0.0)
         assert poisoned.k_cache.float().isnan().any()
-        out = run(poisoned, name, decode=bool(new))
-        assert torch.equal(out, run(clean, name, decode=bool(new)))
+        for lanes in (False, True):
+            out = run(poisoned, name, decode=bool(new), lanes=lanes)
+            assert torch.equal(out, run(clean, name, decode=bool(new), lanes=lanes))
 
 
 @variants
@@ -140,10 +178,11 @@ def test_nan_in_a_key_or_value_in_sight_is_not_swallowed(name: str, *, decode: b
         for cache in ("k_cache", "v_cache"):
             case = make_case([(40, 1 if decode else 40)], dtype=dtype)
             getattr(case, cache)[case.block_tables[0, 0], 3] = NAN
-            out = attend(case.q, case.k_cache, case.v_cache, case.block_tables, case.seq_lens,
-                         None if decode else case.query_start_loc, case.scale,
-                         code=variant(name))  # fmt: skip
-            assert out[-1].isnan().any()
+            for caches in ((case.k_cache, case.v_cache), to_lanes(case.k_cache, case.v_cache)):
+                out = attend(case.q, *caches, case.block_tables, case.seq_lens,
+                             None if decode else case.query_start_loc, case.scale,
+                             code=variant(name))  # fmt: skip
+                assert out[-1].isnan().any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
@@ -168,20 +207,23 @@ def test_every_number_of_eight_bits_is_read_as_it_is(
         assert torch.equal(out.nan_to_num(0, 1, -1), expected.nan_to_num(0, 1, -1))
 
 
+@pytest.mark.parametrize("S", [2, 16])
 @pytest.mark.parametrize("kv_dtype", [E4M3, E5M2])
 @byte_variants
 def test_every_number_of_eight_bits_is_multiplied_as_it_is(
-    name: str, kv_dtype: torch.dtype
+    name: str, kv_dtype: torch.dtype, S: int
 ) -> None:
     """The weight of a token, beside one with a score of 0, tells its score."""
     numbers = torch.arange(256, dtype=torch.uint8).view(kv_dtype)
     numbers = numbers[numbers.float().isfinite()][:192]
     for D in (8, 64, 192):
-        keys = torch.zeros(192, 2, 1, D).to(kv_dtype)
+        keys = torch.zeros(192, S, 1, D).to(kv_dtype)
         places = torch.arange(192) % D
         keys[torch.arange(192), 0, 0, places] = numbers
-        values = torch.zeros(192, 2, 1, D).to(kv_dtype)
+        values = torch.zeros(192, S, 1, D).to(kv_dtype)
         values[:, 0] = 1.0
+        if S == LANES:
+            keys, values = to_lanes(keys, values)
         q = torch.ones(192, 3, D, dtype=torch.bfloat16)
         tables = torch.arange(192, dtype=torch.int32)[:, None]
         out = attend(q, keys, values, tables, torch.full((192,), 2, dtype=torch.int32), None, 1.0,
@@ -217,11 +259,12 @@ def test_case_e07_a_window_holds_the_token_and_those_just_before_it() -> None:
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     kv=st.sampled_from(["in place", "stored", "e4m3", "e5m2"]),
     per_head=st.booleans(),
+    lanes=st.booleans(),
     seed=st.integers(0, 100),
 )
 def test_rotary_rotates_queries_and_stores_rotated_keys(
     name: str, tokens: int, heads: tuple[int, int], head_dim: int, dtype: torch.dtype, kv: str,
-    seed: int, *, per_head: bool,
+    seed: int, *, per_head: bool, lanes: bool,
 ) -> None:  # fmt: skip
     torch.manual_seed(seed)
     H, G = heads
@@ -239,22 +282,25 @@ def test_rotary_rotates_queries_and_stores_rotated_keys(
     scales = None
     if kv != "stored":
         scales = Scales(*(torch.rand(G if per_head else 1) + 0.5 for _ in "kv"))
-    slots = torch.randperm(16)[:tokens]
+    slots = torch.randperm(64)[:tokens]
     slots[1:2] = -1
-    k_cache, v_cache = (torch.full((2, 8, G, head_dim), 3.0).to(kv_dtype) for _ in "kv")
+    k_cache, v_cache = (torch.full((2, 32, G, head_dim), 3.0).to(kv_dtype) for _ in "kv")
+    if lanes:
+        k_cache, v_cache = to_lanes(k_cache, v_cache)
     store = Store(v, k_cache, v_cache, slots, scales)
     cpu_layers.rotary(q, k, cos, sin, store, code=variant(name))
     assert torch.equal(k, old_k)
     assert_rounded_once(q, wanted_q)
     stored, written = slots >= 0, slots[slots >= 0]
-    keys, values = (cache.view(16, G, head_dim).float() for cache in (k_cache, v_cache))
+    caches = to_rows(k_cache, v_cache)
+    keys, values = (cache.view(64, G, head_dim).float() for cache in caches)
     exact = quantise(v, None if scales is None else scales.v, kv_dtype).float()
     assert torch.equal(values[written], exact[stored])
     exact = quantise(wanted_k, None if scales is None else scales.k, kv_dtype).float()
     # fp32 noise before rounding may tip a tie: one unit of the type.
     unit = 0.26 if kv != "stored" else UNIT[dtype] + 1e-6
     torch.testing.assert_close(keys[written], exact[stored], rtol=unit, atol=2.0**-9)
-    untouched = torch.ones(16, dtype=torch.bool)
+    untouched = torch.ones(64, dtype=torch.bool)
     untouched[written] = False
     assert (keys[untouched] == 3.0).all()
     assert (values[untouched] == 3.0).all()
@@ -357,6 +403,9 @@ def test_claims_of_the_docstrings_are_checked() -> None:
         attend(case.q, k, v, tables, lengths, case.query_start_loc[1:], 1.0)
     with pytest.raises(ValueError, match="window is 0"):
         attend(case.q, k, v, tables, lengths, None, 1.0, window=0)
+    in_lanes = to_lanes(k, v)
+    with pytest.raises(ValueError, match=r"must be .*, in lanes"):
+        attend(case.q, in_lanes[0], v, tables, lengths, None, 1.0)
     k, v = k[..., :12].contiguous(), v[..., :12].contiguous()
     with pytest.raises(ValueError, match="head_dim is 12, must be a multiple of 8"):
         attend(case.q[..., :12], k, v, tables, lengths, None, 1.0)

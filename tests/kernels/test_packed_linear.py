@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from kernels import packed_linear
+from kernels.activation import Activation
 from kernels.packed_linear import PackedLinear
-from kernels.reference_layers import silu_and_mul
 from kernels.weight_memory import PAGE_BYTES, WeightMemory
 from native_variants import drawn, variant, variants
 from paged_cases import NAN, assert_rounded_once
@@ -19,12 +20,17 @@ sizes = st.tuples(st.integers(1, 70), st.integers(1, 70)) | st.sampled_from([(57
 
 
 def exact(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_gated: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gate: Activation | None
 ) -> torch.Tensor:
     product = x.double() @ weight.double().T
     if bias is not None:
         product += bias.double()
-    return silu_and_mul(product.float()) if is_gated else product.float()
+    if gate is None:
+        return product.float()
+    gates, up = product.chunk(2, dim=-1)
+    if gate is Activation.GELU:
+        return (functional.gelu(gates, approximate="tanh") * up).float()
+    return (functional.silu(gates) * up).float()
 
 
 @variants
@@ -34,22 +40,22 @@ def exact(
     size=sizes,
     dtype=dtypes,
     has_bias=st.booleans(),
-    is_gated=st.booleans(),
+    gate=st.sampled_from([None, *Activation]),
     seed=st.integers(0, 1000),
 )
 def test_a_packed_linear_layer_is_a_linear_layer(
     name: str, rows: int, size: tuple[int, int], dtype: torch.dtype, seed: int,
-    *, has_bias: bool, is_gated: bool,
+    *, has_bias: bool, gate: Activation | None,
 ) -> None:  # fmt: skip
     outputs, inputs = size
-    height = 2 * outputs if is_gated else outputs
+    height = 2 * outputs if gate else outputs
     weight = drawn(seed, height, inputs, dtype=dtype)
     x = drawn(seed + 1, rows, inputs, dtype=dtype)
     bias = drawn(seed + 2, height, dtype=dtype) if has_bias else None
-    layer = PackedLinear(weight, bias, is_gated=is_gated, code=variant(name))
+    layer = PackedLinear(weight, bias, gate=gate, code=variant(name))
     out = torch.full((rows, outputs), NAN, dtype=dtype)
     assert layer(x, out) is out
-    assert_rounded_once(out, exact(x, weight, bias, is_gated=is_gated))
+    assert_rounded_once(out, exact(x, weight, bias, gate=gate))
 
 
 @variants
@@ -77,7 +83,7 @@ def test_rows_of_a_wider_tensor_are_read_and_written_in_place(dtype: torch.dtype
     wide, weight = drawn(1, 9, 100, dtype=dtype), drawn(2, 40, 60, dtype=dtype)
     target = torch.full((9, 50), NAN, dtype=dtype)
     PackedLinear(weight)(wide[:, 7:67], target[:, 3:43])
-    assert_rounded_once(target[:, 3:43], exact(wide[:, 7:67], weight, None, is_gated=False))
+    assert_rounded_once(target[:, 3:43], exact(wide[:, 7:67], weight, None, gate=None))
     assert target[:, :3].isnan().all()
     assert target[:, 43:].isnan().all()
 
@@ -97,10 +103,10 @@ def test_infinity_and_nan_of_one_row_stay_in_it() -> None:
 def test_without_native_code_torch_computes_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed_linear, "native_code", lambda: None)
     weight, x = drawn(1, 40, 24, dtype=FP32), drawn(2, 3, 24, dtype=FP32)
-    assert_rounded_once(PackedLinear(weight)(x), exact(x, weight, None, is_gated=False))
-    gated = PackedLinear(weight, weight[:, 0], is_gated=True)
+    assert_rounded_once(PackedLinear(weight)(x), exact(x, weight, None, gate=None))
+    gated = PackedLinear(weight, weight[:, 0], gate=Activation.SILU)
     assert gated.num_bytes == weight.nbytes
-    assert_rounded_once(gated(x), exact(x, weight, weight[:, 0], is_gated=True))
+    assert_rounded_once(gated(x), exact(x, weight, weight[:, 0], gate=Activation.SILU))
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -121,7 +127,7 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"weight is torch\.float64"):
         PackedLinear(weight.double())
     with pytest.raises(ValueError, match="a gated weight is"):
-        PackedLinear(weight[:5], is_gated=True)
+        PackedLinear(weight[:5], gate=Activation.SILU)
 
 
 def test_memory_of_layers_lies_in_one_chunk_of_whole_pages() -> None:

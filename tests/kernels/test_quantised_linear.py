@@ -4,10 +4,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from kernels import quantised_linear
+from kernels.activation import Activation
 from kernels.quantised_linear import QuantisedLinear, QuantisedWeight, quantise
-from kernels.reference_layers import silu_and_mul
 from kernels.reference_quantised import GROUP, round_rows
 from native_variants import drawn, variant, variants
 from paged_cases import NAN, assert_rounded_once
@@ -35,12 +36,17 @@ def some_weight(
 
 
 def exact(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, *, is_gated: bool
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, gate: Activation | None
 ) -> torch.Tensor:
     product = x.double() @ weight.double().T
     if bias is not None:
         product += bias.double()
-    return silu_and_mul(product.float()) if is_gated else product.float()
+    if gate is None:
+        return product.float()
+    gates, up = product.chunk(2, dim=-1)
+    if gate is Activation.GELU:
+        return (functional.gelu(gates, approximate="tanh") * up).float()
+    return (functional.silu(gates) * up).float()
 
 
 @variants
@@ -53,22 +59,22 @@ def exact(
     has_minimums=st.booleans(),
     in_half=st.booleans(),
     has_bias=st.booleans(),
-    is_gated=st.booleans(),
+    gate=st.sampled_from([None, *Activation]),
     seed=st.integers(0, 1000),
 )
 def test_results_are_products_of_dequantised_weights_and_rounded_inputs(
     name: str, rows: int, size: tuple[int, int], bits: int, dtype: torch.dtype, seed: int,
-    *, has_minimums: bool, in_half: bool, has_bias: bool, is_gated: bool,
+    *, has_minimums: bool, in_half: bool, has_bias: bool, gate: Activation | None,
 ) -> None:  # fmt: skip
     outputs, inputs = size
-    height = 2 * outputs if is_gated else outputs
+    height = 2 * outputs if gate else outputs
     weight = some_weight(seed, height, inputs, bits, has_minimums=has_minimums, in_half=in_half)
     x = drawn(seed + 1, rows, inputs, dtype=dtype)
     bias = drawn(seed + 2, height, dtype=dtype) if has_bias else None
-    layer = QuantisedLinear(weight, bias, dtype=dtype, is_gated=is_gated, code=variant(name))
+    layer = QuantisedLinear(weight, bias, dtype=dtype, gate=gate, code=variant(name))
     out = torch.full((rows, outputs), NAN, dtype=dtype)
     assert layer(x, out) is out
-    assert_rounded_once(out, exact(round_rows(x), weight.dequantise(), bias, is_gated=is_gated))
+    assert_rounded_once(out, exact(round_rows(x), weight.dequantise(), bias, gate=gate))
 
 
 @variants
@@ -155,9 +161,9 @@ def test_without_native_code_torch_computes_with_dequantised_weights(
     monkeypatch.setattr(quantised_linear, "native_code", lambda: None)
     weight = some_weight(1, 40, 24, 4, has_minimums=True, in_half=True)
     x = drawn(2, 3, 24, dtype=FP32)
-    for is_gated in (False, True):
-        out = QuantisedLinear(weight, dtype=FP32, is_gated=is_gated)(x)
-        assert_rounded_once(out, exact(x, weight.dequantise(), None, is_gated=is_gated))
+    for gate in (None, *Activation):
+        out = QuantisedLinear(weight, dtype=FP32, gate=gate)(x)
+        assert_rounded_once(out, exact(x, weight.dequantise(), None, gate))
 
 
 def test_what_does_not_fit_is_refused() -> None:

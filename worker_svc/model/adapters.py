@@ -10,6 +10,7 @@ import torch
 
 from worker_svc.errors import AdapterError, InvariantError
 from worker_svc.model.operations import Linear
+from worker_svc.model.shard import Extent
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,22 +23,31 @@ class AdapterTarget:
     first_row: int
     """Its first row there: a layer may hold several, above one another."""
 
-    num_rows: int
-    """Outputs."""
+    rows: Extent
+    """Outputs, and those of this rank."""
 
-    num_columns: int
-    """Inputs."""
+    columns: Extent
+    """Inputs, and those of this rank."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LowRankMatrix:
-    """What an adapter adds to one matrix: b @ a. The scale is in b."""
+    """What an adapter adds to one matrix, or to a rank's part of it: b @ a. The scale is in b."""
 
     a: torch.Tensor
     """[r, in]"""
 
     b: torch.Tensor
     """[out, r]"""
+
+    def part_for(self, target: AdapterTarget) -> "LowRankMatrix":
+        """Return what a rank needs of the whole matrix: its inputs of a, its outputs of b.
+
+        Where ranks have inputs each, the layer's sum over them is that of b @ a as well.
+        """
+        rows, columns = target.rows.mine, target.columns.mine
+        a = self.a[:, columns.start : columns.stop]
+        return LowRankMatrix(a, self.b[rows.start : rows.stop])
 
 
 _FEW_TOKENS = 64
@@ -87,6 +97,8 @@ class LoadedAdapter:
 
     layers: Mapping[int, _LayerChange]
     num_bytes: int
+    bank: "AdapterBank | None" = None
+    """For whose layers it is."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -121,15 +133,15 @@ class AdapterBank:
 
     # Making the model.
 
-    def wrap(self, linear: Linear, parts: Sequence[tuple[str, int]], num_columns: int) -> Linear:
+    def wrap(self, linear: Linear, parts: Sequence[tuple[str, Extent]], columns: Extent) -> Linear:
         """Return a layer that adds adapters to this one.
 
         `parts` names the matrices it holds, from the top, each with its rows.
         """
         layer, first_row = len(self._num_rows), 0
-        for name, num_rows in parts:
-            self.targets[name] = AdapterTarget(layer, first_row, num_rows, num_columns)
-            first_row += num_rows
+        for name, rows in parts:
+            self.targets[name] = AdapterTarget(layer, first_row, rows, columns)
+            first_row += len(rows.mine)
         self._num_rows.append(first_row)
 
         def adapted(x: torch.Tensor) -> torch.Tensor:
@@ -142,10 +154,28 @@ class AdapterBank:
 
         return adapted
 
+    def largest_bytes(self, rank: int) -> int:
+        """Return what an adapter takes that changes all there is, this rank's parts, by `rank`."""
+        matrices, columns = [0] * len(self._num_rows), [0] * len(self._num_rows)
+        for target in self.targets.values():
+            matrices[target.layer] += 1
+            columns[target.layer] = len(target.columns.mine)
+        sizes = zip(matrices, columns, self._num_rows, strict=True)
+        # As `_fuse` lays them out: each matrix's b is as wide as the layer.
+        return self._run_dtype.itemsize * sum(
+            count * rank * (inputs + outputs) for count, inputs, outputs in sizes
+        )
+
+    @property
+    def num_bytes(self) -> int:
+        """What is loaded takes."""
+        with self._lock:
+            return sum(adapter.num_bytes for adapter in self._loaded.values())
+
     # Coming and going.
 
     def prepare(self, generation: int, matrices: Mapping[str, LowRankMatrix]) -> LoadedAdapter:
-        """Bring an adapter's matrices into the model's layers. Their shapes must fit.
+        """Bring an adapter's matrices, this rank's parts, into the model's layers.
 
         Raises: AdapterError if the device has no memory for them.
         """
@@ -159,7 +189,7 @@ class AdapterBank:
             raise AdapterError(f"{self._device} has no memory for it: {error}") from error
         tensors = [tensor for each in layers.values() for tensor in (each.a, each.b)]
         num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return LoadedAdapter(generation, layers, num_bytes)
+        return LoadedAdapter(generation, layers, num_bytes, self)
 
     def _fuse(
         self, layer: int, changes: Sequence[tuple[AdapterTarget, LowRankMatrix]]
@@ -169,16 +199,23 @@ class AdapterBank:
         parts, first = [], 0
         for target, matrix in changes:
             last = first + len(matrix.a)
-            part = slice(first, last), slice(target.first_row, target.first_row + target.num_rows)
+            part = slice(first, last), slice(target.first_row, target.first_row + len(matrix.b))
             b[part] = matrix.b.T
             parts.append(part)
             first = last
-        # A CPU's products of few rows are several times faster in fp32 than in narrower types.
-        dtype = torch.float32 if self._device.type == "cpu" else self._dtype
+        dtype = self._run_dtype
         return _LayerChange(a.to(self._device, dtype), b.to(self._device, dtype), tuple(parts))
 
+    @property
+    def _run_dtype(self) -> torch.dtype:
+        """Of an adapter's matrices."""
+        # A CPU's products of few rows are several times faster in fp32 than in narrower types.
+        return torch.float32 if self._device.type == "cpu" else self._dtype
+
     def publish(self, slot: int, adapter: LoadedAdapter) -> None:
-        """Put an adapter into a slot."""
+        """Put an adapter into a slot, unless it was read for another part of the model."""
+        if adapter.bank is not self:
+            return
         with self._lock:
             self._loaded[slot] = adapter
 

@@ -13,7 +13,15 @@ import torch
 from worker_svc.model.layer_groups import LayerGroup
 from worker_svc.model.loader import Loader
 from worker_svc.model.model_config import ModelConfig
-from worker_svc.model.operations import Embedded, LayerCache, StepAttention, StepColumns
+from worker_svc.model.operations import (
+    Embedded,
+    LayerCache,
+    LayerParts,
+    LayerStack,
+    StackShape,
+    StepAttention,
+    StepColumns,
+)
 from worker_svc.model.rope import inverse_frequencies
 
 
@@ -60,6 +68,11 @@ class CausalModel(ABC):
         # How many tokens an expert gets depends on the tokens.
         return self._operations.can_be_recorded and self.config.experts is None
 
+    @property
+    def keys_in_lanes(self) -> bool:
+        """How it wants its cache. See `Operations`."""
+        return self._operations.keys_in_lanes
+
     @abstractmethod
     def forward(
         self,
@@ -71,8 +84,12 @@ class CausalModel(ABC):
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
+
+        What is returned for tokens that are not among those `read` may be undefined: behind the
+        last layer's attention nobody needs them.
 
         Shapes:
             token_ids, positions  [T]           int64
@@ -81,6 +98,7 @@ class CausalModel(ABC):
             block_tables          per KV group, as in `StepColumns`
             seq_lens, query_start_loc: as in `StepColumns`
             embedded              what some tokens have in place of the table's rows
+            read                  [P]           int64, ascending; None: all tokens
             returns               [T, E]        dtype of the weights
 
         Invariant: in each layer all tokens store before any attends, so a request may read a
@@ -132,6 +150,19 @@ class CausalModel(ABC):
             attention = self._operations.begin(of_group, frequencies, kv_caches[group.layers[0]])
             by_layer |= dict.fromkeys(group.layers, attention)
         return [by_layer[layer] for layer in range(len(kv_caches))]
+
+    def _find_stack(self, layers: Sequence[LayerParts]) -> LayerStack | None:
+        """Return all layers as one, where there is such a thing."""
+        config = self.config
+        group_of = {layer: n for n, group in enumerate(self._groups) for layer in group.layers}
+        shape = StackShape(
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.rms_norm_eps,
+            tuple(group_of[layer] for layer in range(len(layers))),
+        )
+        return self._operations.stack(layers, self._last_norm, shape)
 
     def _norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor

@@ -12,9 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch.nn import functional
 
+from kernels.activation import Activation
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear
+from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,17 +32,15 @@ class Gemma3Layer:
     output: Linear
     after_attention_norm: torch.Tensor
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    """[E] to [2 * intermediate]: gate, then up."""
-
-    down: Linear
+    mlp: Mlp
+    """[E] to [E]: gelu(gate) * up of [intermediate], and down."""
     after_mlp_norm: torch.Tensor
 
 
 class Gemma3(CausalModel):
     """See `CausalModel`."""
 
-    __slots__ = ("_embedding_scale", "_layers")
+    __slots__ = ("_embedding_scale", "_layers", "_stack")
 
     def __init__(self, loader: Loader) -> None:
         """Load all parameters. Raises: ModelError as `Loader` does."""
@@ -49,6 +48,7 @@ class Gemma3(CausalModel):
         # Rounded to the run dtype, as the model was trained.
         self._embedding_scale = torch.tensor(self.config.hidden_size**0.5).to(self._embedding)
         self._layers = loader.layers(_load_layer)
+        self._stack = self._find_stack(self._layers)
 
     @torch.inference_mode()
     def forward(
@@ -61,14 +61,17 @@ class Gemma3(CausalModel):
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
-        attentions = self._attentions(columns, kv_caches)
         scaled = functional.embedding(token_ids, self._embedding) * self._embedding_scale  # [T, E]
         hidden = place(scaled, embedded)
+        if self._stack is not None:
+            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)
+        attentions = self._attentions(columns, kv_caches)
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):
             normed = self._norm(hidden, added, layer.attention_norm)
@@ -78,7 +81,7 @@ class Gemma3(CausalModel):
             attended = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             added = operations.rms_norm(attended, layer.after_attention_norm, eps)
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
-            out = layer.down(operations.gelu_and_mul(layer.gate_up(normed)))  # [T, E]
+            out = layer.mlp(normed)  # [T, E]
             added = operations.rms_norm(out, layer.after_mlp_norm, eps)
         return self._norm(hidden, added, self._last_norm)
 
@@ -92,7 +95,6 @@ def _load_layer(loader: Loader, name: str, _number: int) -> Gemma3Layer:
         output=loader.attention_output(f"{name}.self_attn"),
         after_attention_norm=loader.norm(f"{name}.post_attention_layernorm", hidden_size),
         mlp_norm=loader.norm(f"{name}.pre_feedforward_layernorm", hidden_size),
-        gate_up=loader.gate_up(f"{name}.mlp"),
-        down=loader.down(f"{name}.mlp"),
+        mlp=loader.mlp(f"{name}.mlp", Activation.GELU),
         after_mlp_norm=loader.norm(f"{name}.post_feedforward_layernorm", hidden_size),
     )

@@ -5,6 +5,7 @@ from typing import Protocol, runtime_checkable
 
 import torch
 
+from kernels.activation import Activation
 from kernels.quantised_linear import QuantisedLinear, QuantisedWeight
 from kernels.reference_quantised import GROUP
 from worker_svc.model.quantised_matrix import QuantisedMatrix
@@ -32,7 +33,7 @@ class KeepsValues(Protocol):
         ...
 
     def kept_linear(
-        self, weight: QuantisedWeight, bias: torch.Tensor | None, *, is_gated: bool = False
+        self, weight: QuantisedWeight, bias: torch.Tensor | None, gate: Activation | None = None
     ) -> QuantisedLinear:
         """Return a linear layer, or a gated one, over values that are kept."""
         ...

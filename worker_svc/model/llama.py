@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, LayerStack, Linear, StackShape
+from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -21,10 +21,13 @@ class LayerWeights:
 
     output: Linear
     mlp_norm: torch.Tensor
-    gate_up: Linear
-    """[E] to [intermediate]: silu(gate) * up."""
+    mlp: Mlp
+    """[E] to [E]: silu(gate) * up of [intermediate], and down."""
 
-    down: Linear
+    # What other families have in a stack of layers.
+    head_norms: None = None
+    after_attention_norm: None = None
+    after_mlp_norm: None = None
 
 
 class Llama(CausalModel):
@@ -49,6 +52,7 @@ class Llama(CausalModel):
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
@@ -56,7 +60,7 @@ class Llama(CausalModel):
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
         hidden = place(functional.embedding(token_ids, self._embedding), embedded)  # [T, E]
         if self._stack is not None:
-            return self._stack.run(hidden, columns[0], self._inverse_frequencies[0], kv_caches)
+            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)
         attentions = self._attentions(columns, kv_caches)
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):
@@ -65,18 +69,8 @@ class Llama(CausalModel):
             mixed = attention.attend(qkv, num_heads, cache)  # [T, H, D]
             added = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
-            added = layer.down(layer.gate_up(normed))  # [T, E]
+            added = layer.mlp(normed)  # [T, E]
         return self._norm(hidden, added, self._last_norm)
-
-    def _find_stack(self, layers: Sequence[LayerWeights]) -> LayerStack | None:
-        """Return all layers as one, where there is such a thing, and all have one window."""
-        config = self.config
-        if len(config.kv_groups) > 1 or config.attention_scale is not None:
-            return None
-        shape = StackShape(
-            config.num_heads, config.num_kv_heads, config.head_dim, config.rms_norm_eps
-        )
-        return self._operations.stack(layers, self._last_norm, shape)
 
 
 def _load_layer(loader: Loader, name: str, _number: int) -> LayerWeights:
@@ -86,6 +80,5 @@ def _load_layer(loader: Loader, name: str, _number: int) -> LayerWeights:
         qkv=loader.qkv(f"{name}.self_attn"),
         output=loader.attention_output(f"{name}.self_attn"),
         mlp_norm=loader.norm(f"{name}.post_attention_layernorm", hidden_size),
-        gate_up=loader.gated(f"{name}.mlp"),
-        down=loader.down(f"{name}.mlp"),
+        mlp=loader.mlp(f"{name}.mlp"),
     )

@@ -8,16 +8,16 @@ from typing import Protocol, TypeAlias, TypeVar
 import torch
 from torch.nn import functional
 
+from kernels.activation import Activation
 from kernels.checks import Scales
 from kernels.quantised_linear import QuantisedLinear, QuantisedWeight
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.adapters import AdapterBank
-from worker_svc.model.experts import Expert, Experts
 from worker_svc.model.gguf_names import ROPE_DIVISORS
 from worker_svc.model.kept_values import KeepsValues, KeptValues, stacked
 from worker_svc.model.kv_scales import read_kv_scales
 from worker_svc.model.model_config import ModelConfig
-from worker_svc.model.operations import Linear, Operations
+from worker_svc.model.operations import Linear, Mlp, Operations
 from worker_svc.model.other_ranks import GatheredHead, NoOtherRanks, OtherRanks, SummedLinear
 from worker_svc.model.shard import Extent
 
@@ -52,14 +52,18 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Gated:
-    """silu(gate) * up of a linear layer that gives [gate, up]."""
+    """activation(gate) * up of a linear layer that gives [gate, up]."""
 
     linear: Linear
     operations: Operations
+    activation: Activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product. Shapes: x [T, in], returns [T, I]."""
-        return self.operations.silu_and_mul(self.linear(x))
+        gate_up = self.linear(x)
+        if self.activation is Activation.GELU:
+            return self.operations.gelu_and_mul(gate_up)
+        return self.operations.silu_and_mul(gate_up)
 
 
 class Loader:
@@ -84,7 +88,7 @@ class Loader:
         progress: Progress | None = None,
         adapters: AdapterBank | None = None,
     ) -> None:
-        """Take the part of one of several ranks, if there are others. Adapters need the whole.
+        """Take the part of one of several ranks, if there are others.
 
         Raises: ConfigError if there are more than can have a part.
         """
@@ -201,23 +205,15 @@ class Loader:
         parts = [(f"{name}.o_proj", self.config.hidden_size)]
         return self._summed(parts, self._queries, has_bias=self.config.output_bias)
 
-    def gate_up(self, name: str) -> Linear:
-        """Return gate and up projection of an MLP as one linear layer."""
-        config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
-        parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
-        return self.linear(parts, config.hidden_size, has_bias=config.mlp_bias)
-
-    def gated(self, name: str) -> Linear:
-        """Return silu(gate) * up of an MLP as one layer, [E] to [intermediate]."""
+    def gated(self, name: str, activation: Activation = Activation.SILU) -> Linear:
+        """Return activation(gate) * up of an MLP as one layer, [E] to [intermediate]."""
         config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
         if self._adapters is not None:
             # They change gate and up before these are multiplied.
-            return _Gated(self.gate_up(name), self.operations)
-        if (kept := self._kept(parts, config.hidden_size)) is not None:
-            return self._keep(kept, parts, has_bias=config.mlp_bias, is_gated=True)
-        weight, bias = self._parameters(parts, config.hidden_size, has_bias=config.mlp_bias)
-        return self._counted(self.operations.gated_linear(weight, bias), weight)
+            gate_up = self.linear(parts, config.hidden_size, has_bias=config.mlp_bias)
+            return _Gated(gate_up, self.operations, activation)
+        return self._plain_gated(parts, config.hidden_size, activation, has_bias=config.mlp_bias)
 
     def down(self, name: str) -> Linear:
         """Return what brings an MLP back to hidden states."""
@@ -225,7 +221,11 @@ class Loader:
         parts = [(f"{name}.down_proj", self.config.hidden_size)]
         return self._summed(parts, inner, has_bias=self.config.mlp_bias)
 
-    def experts(self, name: str, gate: str, up: str, down: str) -> Experts:
+    def mlp(self, name: str, activation: Activation = Activation.SILU) -> Mlp:
+        """Return a gated MLP."""
+        return Mlp(self.gated(name, activation), self.down(name))
+
+    def experts(self, name: str, gate: str, up: str, down: str) -> Linear:
         """Return a router and its experts, whose three projections have these names.
 
         Raises: InvariantError if the config has no experts.
@@ -241,10 +241,12 @@ class Loader:
         for number in range(config.experts.num_experts):
             expert = f"{name}.experts.{number}"
             parts = [(f"{expert}.{gate}", inner), (f"{expert}.{up}", inner)]
-            gate_up = linear(parts, hidden)
+            gate_up = self._plain_gated(parts, hidden, Activation.SILU, has_bias=False)
             back = linear([(f"{expert}.{down}", hidden)], inner)
-            mlps.append(Expert(gate_up, back))
-        return Experts(router, mlps, config.experts, self.operations, self._ranks)
+            mlps.append(Mlp(gate_up, back))
+        mixture = self.operations.experts(router, mlps, config.experts)
+        # Of each expert a rank has some columns.
+        return mixture if self._shard.is_whole else SummedLinear(mixture, self._ranks)
 
     def linear(self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool) -> Linear:
         """Make one linear layer of matrices [rows, columns] above one another.
@@ -254,8 +256,8 @@ class Loader:
         linear = self._plain_linear(parts, columns, has_bias=has_bias)
         if self._adapters is None:
             return linear
-        sizes = [(name, _whole(rows)) for name, rows in parts]
-        return self._adapters.wrap(linear, sizes, _whole(columns))
+        extents = [(name, _extent(rows)) for name, rows in parts]
+        return self._adapters.wrap(linear, extents, _extent(columns))
 
     def _plain_linear(
         self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
@@ -264,6 +266,19 @@ class Loader:
             return self._keep(kept, parts, has_bias=has_bias)
         weight, bias = self._parameters(parts, columns, has_bias=has_bias)
         return self._packed(weight, bias)
+
+    def _plain_gated(
+        self,
+        parts: Sequence[tuple[str, Size]],
+        columns: Size,
+        activation: Activation,
+        *,
+        has_bias: bool,
+    ) -> Linear:
+        if (kept := self._kept(parts, columns)) is not None:
+            return self._keep(kept, parts, activation, has_bias=has_bias)
+        weight, bias = self._parameters(parts, columns, has_bias=has_bias)
+        return self._counted(self.operations.gated_linear(weight, bias, activation), weight)
 
     def _kept(self, parts: Sequence[tuple[str, Size]], columns: Size) -> QuantisedWeight | None:
         """Return matrices above one another as a file has them; None if they are read as plain."""
@@ -285,15 +300,15 @@ class Loader:
         self,
         weight: QuantisedWeight,
         parts: Sequence[tuple[str, Size]],
+        gate: Activation | None = None,
         *,
         has_bias: bool,
-        is_gated: bool = False,
     ) -> Linear:
         """Make one linear layer of values that are kept."""
         if not isinstance(self.operations, KeepsValues):
             raise InvariantError("values were kept for operations that do not take them")
         bias = self._biases(parts) if has_bias else None
-        linear = self.operations.kept_linear(weight, bias, is_gated=is_gated)
+        linear = self.operations.kept_linear(weight, bias, gate)
         self.weight_bytes += linear.num_bytes
         return linear
 
@@ -348,7 +363,7 @@ class Loader:
         """Return what of a tensor is wanted, once it is known to be there; nothing if all is."""
         if name not in self._left:
             raise ModelError(f"tensor {name} is missing")
-        extents = [Extent.full(size) if isinstance(size, int) else size for size in shape]
+        extents = [_extent(size) for size in shape]
         found, wanted = self._source.shape(name), [extent.whole for extent in extents]
         if found != wanted:
             raise ModelError(f"tensor {name} is {found}, must be {wanted}")
@@ -375,5 +390,5 @@ class Loader:
         return target
 
 
-def _whole(size: Size) -> int:
-    return size if isinstance(size, int) else size.whole
+def _extent(size: Size) -> Extent:
+    return Extent.full(size) if isinstance(size, int) else size

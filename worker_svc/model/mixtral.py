@@ -7,7 +7,6 @@ import torch
 from torch.nn import functional
 
 from worker_svc.model.causal_model import CausalModel, place
-from worker_svc.model.experts import Experts
 from worker_svc.model.loader import Loader
 from worker_svc.model.operations import Embedded, LayerCache, Linear
 
@@ -22,18 +21,25 @@ class MixtralLayer:
 
     output: Linear
     mlp_norm: torch.Tensor
-    experts: Experts
+    mlp: Linear
+    """[E] to [E]: a mixture of experts."""
+
+    # What other families have in a stack of layers.
+    head_norms: None = None
+    after_attention_norm: None = None
+    after_mlp_norm: None = None
 
 
 class Mixtral(CausalModel):
     """See `CausalModel`."""
 
-    __slots__ = ("_layers",)
+    __slots__ = ("_layers", "_stack")
 
     def __init__(self, loader: Loader) -> None:
         """Load all parameters. Raises: ModelError as `Loader` does."""
         super().__init__(loader)
         self._layers = loader.layers(_load_layer)
+        self._stack = self._find_stack(self._layers)
 
     @torch.inference_mode()
     def forward(
@@ -46,13 +52,16 @@ class Mixtral(CausalModel):
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
-        attentions = self._attentions(columns, kv_caches)
         hidden = place(functional.embedding(token_ids, self._embedding), embedded)  # [T, E]
+        if self._stack is not None:
+            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)
+        attentions = self._attentions(columns, kv_caches)
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):
             normed = self._norm(hidden, added, layer.attention_norm)
@@ -60,7 +69,7 @@ class Mixtral(CausalModel):
             mixed = attention.attend(qkv, num_heads, cache)  # [T, H, D]
             added = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
-            added = layer.experts(normed)  # [T, E]
+            added = layer.mlp(normed)  # [T, E]
         return self._norm(hidden, added, self._last_norm)
 
 
@@ -71,5 +80,5 @@ def _load_layer(loader: Loader, name: str, _number: int) -> MixtralLayer:
         qkv=loader.qkv(f"{name}.self_attn"),
         output=loader.attention_output(f"{name}.self_attn"),
         mlp_norm=loader.norm(f"{name}.post_attention_layernorm", hidden_size),
-        experts=loader.experts(f"{name}.block_sparse_moe", gate="w1", up="w3", down="w2"),
+        mlp=loader.experts(f"{name}.block_sparse_moe", gate="w1", up="w3", down="w2"),
     )

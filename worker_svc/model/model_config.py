@@ -206,10 +206,13 @@ def config_from_hf(values: Mapping[str, object]) -> ModelConfig:
 
 
 def _hf_architecture(fields: Fields) -> str:
-    named = fields.texts("architectures")
+    named = fields.texts("architectures") if fields.has("architectures") else ()
     for architecture in named:
         if architecture in KNOWN_HF_ARCHITECTURES:
             return architecture
+    if not named and fields.has("model_type"):
+        kind = fields.text("model_type", "")
+        raise unknown("architectures is missing, model_type", kind, KNOWN_HF_ARCHITECTURES)
     raise unknown("architectures", ", ".join(named), KNOWN_HF_ARCHITECTURES)
 
 

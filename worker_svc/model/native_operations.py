@@ -5,17 +5,21 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import cpu_layers
+from kernels import cache_layout, cpu_layers
+from kernels.activation import Activation
 from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.packed_linear import PackedLinear
 from kernels.weight_memory import WeightMemory
+from worker_svc.model.model_config import ExpertsConfig
+from worker_svc.model.native_experts import native_experts
 from worker_svc.model.native_stack import native_stack
 from worker_svc.model.operations import (
     LayerCache,
     LayerParts,
     LayerStack,
     Linear,
+    Mlp,
     StackShape,
     StepAttention,
     StepColumns,
@@ -26,6 +30,7 @@ class NativeOperations:
     """See `Operations`."""
 
     can_be_recorded = False
+    keys_in_lanes = True
     __slots__ = ("_memory",)
 
     def __init__(self) -> None:
@@ -42,9 +47,15 @@ class NativeOperations:
         """Lay the weight out for the processor's products, in a copy."""
         return PackedLinear(weight, bias, memory=self._memory)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
         """As `linear`, of both matrices together."""
-        return PackedLinear(weight, bias, is_gated=True, memory=self._memory)
+        return PackedLinear(weight, bias, gate=activation, memory=self._memory)
+
+    def experts(self, router: Linear, experts: Sequence[Mlp], config: ExpertsConfig) -> Linear:
+        """As `Operations.experts`."""
+        return native_experts(router, experts, config)
 
     def stack(
         self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
@@ -97,7 +108,7 @@ class _NativeAttention:
     def attend(self, qkv: torch.Tensor, num_heads: int, cache: LayerCache) -> torch.Tensor:
         """As `StepAttention.attend`."""
         k_cache, v_cache, scales = cache
-        num_kv_heads, head_dim = k_cache.shape[2:]
+        _, _, num_kv_heads, head_dim = cache_layout.sizes(k_cache)
         columns = self.columns
         q, kv = qkv[:, :num_heads], qkv[:, num_heads:]
         k, v = kv[:, :num_kv_heads], kv[:, num_kv_heads:]

@@ -1,13 +1,13 @@
-"""All layers of a Llama in one native call: `kernels.cpu_decoder` behind `LayerStack`."""
+"""All layers of a model in one native call: `kernels.cpu_decoder` behind `LayerStack`."""
 
 from collections.abc import Sequence
 
 import torch
 
 from kernels.cpu_build import native_code
-from kernels.cpu_decoder import Decoder, DecoderLayer, DecoderStep
-from kernels.native_linear import HasNativeLinear, NativeLinear
-from worker_svc.model.operations import LayerCache, LayerParts, StackShape, StepColumns
+from kernels.cpu_decoder import Decoder, DecoderGroup, DecoderLayer, DecoderStep
+from kernels.native_linear import native_of
+from worker_svc.model.operations import LayerCache, LayerParts, Mlp, StackShape, StepColumns
 
 
 class NativeStack:
@@ -19,22 +19,42 @@ class NativeStack:
     def run(
         self,
         hidden: torch.Tensor,
-        columns: StepColumns,
-        inverse_frequencies: torch.Tensor,
+        columns: Sequence[StepColumns],
+        inverse_frequencies: Sequence[torch.Tensor],
         caches: Sequence[LayerCache],
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `LayerStack.run`."""
-        angles = columns.positions[:, None].float() * inverse_frequencies  # [T, D / 2]
-        step = DecoderStep(
-            angles.cos(),
-            angles.sin(),
-            columns.slot_mapping,
-            columns.block_tables,
-            columns.seq_lens,
-            columns.query_start_loc,
-            columns.window,
-        )
+        first, turns = columns[0], _Turns(columns[0].positions)
+        groups = [
+            DecoderGroup(
+                *turns.at(frequencies),
+                of_group.slot_mapping,
+                of_group.block_tables,
+                of_group.window,
+            )
+            for of_group, frequencies in zip(columns, inverse_frequencies, strict=True)
+        ]
+        step = DecoderStep(groups, first.seq_lens, first.query_start_loc, first.scale, read)
         return self._decoder.run(hidden, step, caches)
+
+
+class _Turns:
+    """Cosines and sines of a step's tokens, found once for all groups that turn alike."""
+
+    def __init__(self, positions: torch.Tensor) -> None:
+        self._positions = positions[:, None].float()
+        self._found: list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = []
+
+    def at(self, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return [T, D / 2] each."""
+        for known, turns in self._found:
+            if known is frequencies:
+                return turns
+        angles = self._positions * frequencies
+        turns = angles.cos(), angles.sin()
+        self._found.append((frequencies, turns))
+        return turns
 
 
 def native_stack(
@@ -45,13 +65,11 @@ def native_stack(
     if code is None or shape.head_dim % 8:
         return None
     parts = []
-    for layer in layers:
-        linears = (layer.qkv, layer.output, layer.gate_up, layer.down)
-        natives = [_native(linear) for linear in linears]
-        if None in natives:
+    for layer, group in zip(layers, shape.groups, strict=True):
+        part = _native_layer(layer, group)
+        if part is None:
             return None
-        qkv, output, gate_up, down = (native for native in natives if native is not None)
-        parts.append(DecoderLayer(layer.attention_norm, qkv, output, layer.mlp_norm, gate_up, down))
+        parts.append(part)
     decoder = Decoder(
         parts,
         last_norm,
@@ -64,5 +82,23 @@ def native_stack(
     return NativeStack(decoder)
 
 
-def _native(linear: object) -> NativeLinear | None:
-    return linear.native if isinstance(linear, HasNativeLinear) else None
+def _native_layer(layer: LayerParts, group: int) -> DecoderLayer | None:
+    qkv, output, mlp = native_of(layer.qkv), native_of(layer.output), layer.mlp
+    gate_up = native_of(mlp.gate_up) if isinstance(mlp, Mlp) else None
+    down = native_of(mlp.down if isinstance(mlp, Mlp) else mlp)
+    if qkv is None or output is None or down is None:
+        return None
+    if isinstance(mlp, Mlp) and gate_up is None:
+        return None
+    return DecoderLayer(
+        layer.attention_norm,
+        qkv,
+        output,
+        layer.mlp_norm,
+        gate_up,
+        down,
+        layer.head_norms,
+        layer.after_attention_norm,
+        layer.after_mlp_norm,
+        group,
+    )

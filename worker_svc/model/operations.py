@@ -6,7 +6,9 @@ from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 
+from kernels.activation import Activation
 from kernels.checks import Scales
+from worker_svc.model.model_config import ExpertsConfig
 
 
 class LayerCache(NamedTuple):
@@ -24,6 +26,21 @@ class LayerCache(NamedTuple):
 
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """A linear layer. Shapes: [T, in] to [T, out]."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mlp:
+    """A gated MLP, as a linear layer [E] to [E]."""
+
+    gate_up: Linear
+    """[E] to [I]: activation(gate) * up."""
+
+    down: Linear
+    """[I] to [E]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return what the MLP adds. Shapes: x, returns [T, E]."""
+        return self.down(self.gate_up(x))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -74,7 +91,7 @@ class StepAttention(Protocol):
 
 
 class LayerParts(Protocol):
-    """The parameters of one layer of the Llama shape."""
+    """The parameters of one layer of the Llama shape, and what some families have besides."""
 
     @property
     def attention_norm(self) -> torch.Tensor:
@@ -97,13 +114,23 @@ class LayerParts(Protocol):
         ...
 
     @property
-    def gate_up(self) -> Linear:
-        """[E] to [I]: silu(gate) * up."""
+    def mlp(self) -> Linear:
+        """[E] to [E]: an `Mlp`, or a mixture of experts."""
         ...
 
     @property
-    def down(self) -> Linear:
-        """[I] to [E]."""
+    def head_norms(self) -> torch.Tensor | None:
+        """[H + G, D]: of queries and keys, as `Operations.norm_heads` has them."""
+        ...
+
+    @property
+    def after_attention_norm(self) -> torch.Tensor | None:
+        """[E]: of what attention gives, before it is added."""
+        ...
+
+    @property
+    def after_mlp_norm(self) -> torch.Tensor | None:
+        """[E]: of what the MLP gives, before it is added."""
         ...
 
 
@@ -117,6 +144,9 @@ class StackShape:
     eps: float
     """Of the norms."""
 
+    groups: tuple[int, ...]
+    """The number of each layer's KV group."""
+
 
 class LayerStack(Protocol):
     """All layers of a model at once."""
@@ -124,13 +154,15 @@ class LayerStack(Protocol):
     def run(
         self,
         hidden: torch.Tensor,
-        columns: StepColumns,
-        inverse_frequencies: torch.Tensor,
+        columns: Sequence[StepColumns],
+        inverse_frequencies: Sequence[torch.Tensor],
         caches: Sequence[LayerCache],
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
 
-        Shapes: hidden [T, E], overwritten; inverse_frequencies [D / 2]; returns [T, E].
+        Shapes: hidden [T, E], overwritten; columns and inverse_frequencies [D / 2]: of each KV
+            group; read as in `CausalModel.forward`; returns [T, E].
         """
         ...
 
@@ -141,6 +173,9 @@ class Operations(Protocol):
     can_be_recorded: bool
     """Whether a step can be recorded as a graph: nothing waits for the device, and no shape
     depends on what a tensor holds."""
+
+    keys_in_lanes: bool
+    """Whether a cache is in lanes where its blocks allow it (`kernels.cache_layout`)."""
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
@@ -153,10 +188,19 @@ class Operations(Protocol):
         """Return a linear layer, or the LM head. The caller drops the weight, [out, in]."""
         ...
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        """Return silu(gate) * up of a linear layer whose rows are those of gate, then of up.
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
+        """Return activation(gate) * up of a linear layer whose rows are those of gate, then of up.
 
         Shapes: weight [2 * I, in], bias [2 * I]; the layer's [T, in] to [T, I].
+        """
+        ...
+
+    def experts(self, router: Linear, experts: Sequence[Mlp], config: ExpertsConfig) -> Linear:
+        """Return the weighted sum of the MLPs that a router chooses for each token, [E] to [E].
+
+        Numerics: probabilities, and the sum over experts, in fp32.
         """
         ...
 

@@ -39,6 +39,10 @@ class OtherRanks(Protocol):
         """Return the smallest of all ranks' numbers."""
         ...
 
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the largest of all ranks' values, place by place. Shape: any; fp32 on a CPU."""
+        ...
+
     def apart(self) -> AbstractContextManager[None]:
         """Let this rank run a model alone in the block, where only time and memory matter."""
         ...
@@ -63,6 +67,10 @@ class NoOtherRanks:
     def least(self, count: int) -> int:
         """Return it."""
         return count
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """Return them."""
+        return values
 
     def apart(self) -> AbstractContextManager[None]:
         """Change nothing."""

@@ -3,7 +3,9 @@
 import hashlib
 import json
 import math
+import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -22,6 +24,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_HEAD_BYTES = 1 << 22
 """For the names and places of the matrices, in front of them."""
+
+_FLOATS = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 
 _TENSOR = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<which>[AB])\.weight")
 
@@ -53,7 +57,7 @@ class Checkpoint(NamedTuple):
     """64 bits of a hash of both files. Not 0."""
 
     matrices: Mapping[str, LowRankMatrix]
-    """By the module they change. fp32."""
+    """By the module they change, this rank's parts. fp32."""
 
 
 def find_directory(root: str, path: str) -> Path:
@@ -88,7 +92,7 @@ def read_checkpoint(
     config_bytes = _read(directory, CONFIG_FILE, _MAX_CONFIG_BYTES)
     rank, scale = _read_config(config_bytes, max_rank)
     bound = _MAX_HEAD_BYTES + 4 * sum(
-        rank * (target.num_rows + target.num_columns) for target in targets.values()
+        rank * (target.rows.whole + target.columns.whole) for target in targets.values()
     )
     weight_bytes = _read(directory, WEIGHTS_FILE, bound)
     try:
@@ -107,12 +111,22 @@ def _read(directory: Path, name: str, most_bytes: int) -> bytes:
     try:
         if not path.resolve(strict=True).is_relative_to(directory):
             raise AdapterError(f"{name} is a link that leads out of the adapter's directory")
-        size = path.stat().st_size
-        if size > most_bytes:
-            raise AdapterError(f"{name} has {size} bytes, must have at most {most_bytes}")
-        return path.read_bytes()
+        # What is no file could make the loading thread wait for ever, even to open it.
+        with open(path, "rb", opener=_open_at_once) as file:
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
+                raise AdapterError(f"{name} is no file")
+            if status.st_size > most_bytes:
+                raise AdapterError(
+                    f"{name} has {status.st_size} bytes, must have at most {most_bytes}"
+                )
+            return file.read(most_bytes)
     except OSError as error:
         raise AdapterError(f"{name} cannot be read: {error.strerror}") from error
+
+
+def _open_at_once(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NONBLOCK)
 
 
 def _read_config(raw: bytes, max_rank: int) -> tuple[int, float]:
@@ -122,7 +136,7 @@ def _read_config(raw: bytes, max_rank: int) -> tuple[int, float]:
     """
     try:
         values = json.loads(raw)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AdapterError(f"{CONFIG_FILE} is no JSON: {error}") from error
     if not isinstance(values, dict):
         raise AdapterError(f"{CONFIG_FILE} must hold an object")
@@ -172,11 +186,12 @@ def _pair(
                 f"{WEIGHTS_FILE}: no module {module[:200]} of the model can be changed; known "
                 f"are {', '.join(known)} of its layers"
             )
-        wanted = (rank, target.num_columns) if found["which"] == "A" else (target.num_rows, rank)
-        if tuple(tensor.shape) != wanted or not tensor.is_floating_point():
+        columns, rows = target.columns.whole, target.rows.whole
+        wanted = (rank, columns) if found["which"] == "A" else (rows, rank)
+        if tuple(tensor.shape) != wanted or tensor.dtype not in _FLOATS:
             raise AdapterError(
                 f"{WEIGHTS_FILE}: tensor {name} is {list(tensor.shape)} {tensor.dtype}, must be "
-                f"{list(wanted)} of floats"
+                f"{list(wanted)} of floats of 16 bits or more"
             )
         if not bool(torch.isfinite(tensor).all()):
             raise AdapterError(f"{WEIGHTS_FILE}: tensor {name} holds values that are not finite")
@@ -186,6 +201,11 @@ def _pair(
     for module, pair in halves.items():
         if len(pair) < 2:
             raise AdapterError(f"{WEIGHTS_FILE}: {module} has only lora_{next(iter(pair))}")
-    return {
-        module: LowRankMatrix(a=pair["A"], b=pair["B"] * scale) for module, pair in halves.items()
-    }
+    matrices = {}
+    for module, pair in halves.items():
+        a, b = pair["A"], pair["B"] * scale
+        # Of the whole, on each rank: all of them refuse it, or none.
+        if not all(bool(torch.isfinite(half).all()) for half in (a, b)):
+            raise AdapterError(f"{module} is not finite in float32, scaled by {scale:g}")
+        matrices[module] = LowRankMatrix(a, b).part_for(targets[module])
+    return matrices

@@ -2,6 +2,7 @@
 
 import torch
 
+from kernels.activation import Activation
 from kernels.quantised_linear import QuantisedLinear, QuantisedWeight, quantise
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Linear
@@ -35,12 +36,10 @@ class QuantisedOperations(NativeOperations):
         return self._bits
 
     def kept_linear(
-        self, weight: QuantisedWeight, bias: torch.Tensor | None, *, is_gated: bool = False
+        self, weight: QuantisedWeight, bias: torch.Tensor | None, gate: Activation | None = None
     ) -> QuantisedLinear:
         """Lay the values out, in a copy."""
-        return QuantisedLinear(
-            weight, bias, dtype=self._dtype, is_gated=is_gated, memory=self._memory
-        )
+        return QuantisedLinear(weight, bias, dtype=self._dtype, gate=gate, memory=self._memory)
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
@@ -49,7 +48,9 @@ class QuantisedOperations(NativeOperations):
         rounded = quantise(weight, 8 if is_head else self._bits)
         return QuantisedLinear(rounded, bias, dtype=self._dtype, memory=self._memory)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
         """As `linear`, of both matrices together."""
         rounded = quantise(weight, self._bits)
-        return QuantisedLinear(rounded, bias, dtype=self._dtype, is_gated=True, memory=self._memory)
+        return self.kept_linear(rounded, bias, activation)

@@ -7,24 +7,8 @@ import torch
 from torch.nn import functional
 
 from worker_svc.model.causal_model import CausalModel, place
-from worker_svc.model.experts import Experts
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear, Operations
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class DenseMlp:
-    """One MLP for all tokens."""
-
-    gate_up: Linear
-    """[E] to [2 * intermediate]: gate, then up."""
-
-    down: Linear
-    operations: Operations
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return what the MLP adds. Shapes: x, returns [T, E]."""
-        return self.down(self.operations.silu_and_mul(self.gate_up(x)))
+from worker_svc.model.operations import Embedded, LayerCache, Linear
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -40,18 +24,24 @@ class Qwen3MoeLayer:
 
     output: Linear
     mlp_norm: torch.Tensor
-    mlp: Experts | DenseMlp
+    mlp: Linear
+    """[E] to [E]: a mixture of experts, or in a dense layer one MLP for all tokens."""
+
+    # What other families have in a stack of layers.
+    after_attention_norm: None = None
+    after_mlp_norm: None = None
 
 
 class Qwen3Moe(CausalModel):
     """See `CausalModel`."""
 
-    __slots__ = ("_layers",)
+    __slots__ = ("_layers", "_stack")
 
     def __init__(self, loader: Loader) -> None:
         """Load all parameters. Raises: ModelError as `Loader` does."""
         super().__init__(loader)
         self._layers = loader.layers(_load_layer)
+        self._stack = self._find_stack(self._layers)
 
     @torch.inference_mode()
     def forward(
@@ -64,13 +54,16 @@ class Qwen3Moe(CausalModel):
         seq_lens: torch.Tensor,
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
+        read: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
-        attentions = self._attentions(columns, kv_caches)
         hidden = place(functional.embedding(token_ids, self._embedding), embedded)  # [T, E]
+        if self._stack is not None:
+            return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)
+        attentions = self._attentions(columns, kv_caches)
         added: torch.Tensor | None = None
         for layer, attention, cache in zip(self._layers, attentions, kv_caches, strict=True):
             normed = self._norm(hidden, added, layer.attention_norm)
@@ -95,8 +88,8 @@ def _load_layer(loader: Loader, name: str, number: int) -> Qwen3MoeLayer:
     )
 
 
-def _load_mlp(loader: Loader, name: str, number: int) -> Experts | DenseMlp:
+def _load_mlp(loader: Loader, name: str, number: int) -> Linear:
     experts = loader.config.experts
     if experts is None or number in experts.dense_layers:
-        return DenseMlp(loader.gate_up(name), loader.down(name), loader.operations)
+        return loader.mlp(name)
     return loader.experts(name, gate="gate_proj", up="up_proj", down="down_proj")

@@ -7,11 +7,15 @@ import torch
 from torch.nn import functional
 
 from kernels import reference
+from kernels.activation import Activation
 from kernels.checks import FP8
+from worker_svc.model.experts import Experts
+from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.operations import (
     LayerCache,
     LayerParts,
     Linear,
+    Mlp,
     StackShape,
     StepAttention,
     StepColumns,
@@ -32,20 +36,22 @@ class TorchLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TorchGatedLinear:
-    """silu(gate) * up, of [gate, up] = x @ weight.T + bias."""
+    """activation(gate) * up, of [gate, up] = x @ weight.T + bias."""
 
     linear: TorchLinear
+    activation: Activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return the product. Shapes: x [T, in], returns [T, I]."""
-        gate, up = self.linear(x).chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        is_gelu = self.activation is Activation.GELU
+        return (gelu_and_mul if is_gelu else silu_and_mul)(self.linear(x))
 
 
 class TorchOperations:
     """See `Operations`."""
 
     can_be_recorded = False
+    keys_in_lanes = False
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
@@ -58,9 +64,15 @@ class TorchOperations:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
         """As `Operations.gated_linear`."""
-        return TorchGatedLinear(TorchLinear(weight, bias))
+        return TorchGatedLinear(TorchLinear(weight, bias), activation)
+
+    def experts(self, router: Linear, experts: Sequence[Mlp], config: ExpertsConfig) -> Linear:
+        """As `Operations.experts`."""
+        return Experts(router, experts, config)
 
     def stack(
         self, _layers: Sequence[LayerParts], _last_norm: torch.Tensor, _shape: StackShape
@@ -81,8 +93,7 @@ class TorchOperations:
 
     def silu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """As `Operations.silu_and_mul`."""
-        gate, up = gate_up.chunk(2, dim=-1)
-        return functional.silu(gate) * up
+        return silu_and_mul(gate_up)
 
     def gelu_and_mul(self, gate_up: torch.Tensor) -> torch.Tensor:
         """As `Operations.gelu_and_mul`."""
@@ -143,6 +154,12 @@ class _TorchAttention:
         q, k = qk[:, :num_heads], qk[:, num_heads:]
         reference.store_kv(k, v, k_cache, v_cache, self.slot_mapping, scales)
         return reference.attend(q, k_cache, v_cache, self.reads, self.scale, scales=scales)
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """As `Operations.silu_and_mul`."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return functional.silu(gate) * up
 
 
 def gelu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,20 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.activation import Activation
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
 from kernels.rms_norm import rms_norm
 from kernels.rotary import Store, rotary
 from kernels.silu_and_mul import silu_and_mul
+from worker_svc.model.experts import Experts
+from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.operations import (
     LayerCache,
     LayerParts,
     LayerStack,
     Linear,
+    Mlp,
     StackShape,
     StepAttention,
     StepColumns,
@@ -26,6 +30,7 @@ class TritonOperations:
     """See `Operations`. Products are cuBLAS's (or rocBLAS's), through torch."""
 
     can_be_recorded = True
+    keys_in_lanes = False
 
     @property
     def weight_dtype(self) -> torch.dtype | None:
@@ -38,10 +43,17 @@ class TritonOperations:
         """Keep the weight as it is."""
         return TorchLinear(weight, bias)
 
-    def gated_linear(self, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+    def gated_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, activation: Activation
+    ) -> Linear:
         """Multiply by the weight as it is, then activate."""
         linear = TorchLinear(weight, bias)
-        return lambda x: silu_and_mul(linear(x))
+        multiply = gelu_and_mul if activation is Activation.GELU else silu_and_mul
+        return lambda x: multiply(linear(x))
+
+    def experts(self, router: Linear, experts: Sequence[Mlp], config: ExpertsConfig) -> Linear:
+        """Route in torch, which waits for the device to learn how many tokens an expert gets."""
+        return Experts(router, experts, config)
 
     def stack(
         self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape

@@ -15,6 +15,7 @@ from worker_svc.model.loader import Loader, Progress
 from worker_svc.model.operations import Operations
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.model.quantised_weights import Dequantised, QuantisedWeights
+from worker_svc.model.shard import Extent
 from worker_svc.model.torch_operations import TorchOperations
 
 
@@ -27,6 +28,9 @@ class LoadedModel:
     load_seconds: float
     ranks: OtherRanks
     """Who has the rest of it."""
+
+    kv_heads: Extent
+    """The key/value heads of the whole model, and those that are here."""
 
     kv_scales: tuple[Scales, ...] | None = None
     """Of fp8 keys and values, layer by layer, if the checkpoint has them."""
@@ -47,13 +51,13 @@ def load_model(
     """Load a Hugging Face directory or a GGUF file, to run by `operations` (torch's, if not given).
 
     With other ranks, load this rank's part; running it exchanges with them. With `adapters`, its
-    layers take adapters of that bank; that needs the whole model.
+    layers take adapters of that bank, of which a rank holds what belongs to its part.
 
     Raises: ModelError if the files are damaged, hold a model of another shape, or lack a tensor;
         ConfigError if there are more ranks than can have a part.
     """
     started = time.perf_counter()
-    operations = operations or TorchOperations()
+    operations, ranks = operations or TorchOperations(), ranks or NoOtherRanks()
     config, source = open_checkpoint(path)
     with source as tensors:
         loader = Loader(tensors, config, dtype, device, operations, ranks, progress, adapters)
@@ -65,7 +69,8 @@ def load_model(
         model,
         loader.weight_bytes,
         time.perf_counter() - started,
-        ranks or NoOtherRanks(),
+        ranks,
+        Extent(config.num_kv_heads, ranks.shard.heads(config).keys),
         kv_scales,
         dequantised if dequantised and dequantised.num_matrices else None,
     )

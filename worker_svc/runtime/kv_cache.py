@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from kernels import cache_layout
 from kernels.checks import Scales
 from kernels.huge_pages import huge_tensor
 from worker_svc.errors import InvariantError
@@ -28,8 +29,8 @@ class KVCache:
     The first layers of all KV groups share one tensor, and so on: a block belongs to one group at
     a time, so what lies under its number is that group's, in every tensor.
 
-    Shapes: layers: per layer, keys and values [num_blocks + 1, S, G, D]. Block 0 is the null
-        block: never written, never read.
+    Shapes: layers: per layer, keys and values of num_blocks + 1 blocks, in rows or in lanes
+        (`kernels.cache_layout`). Block 0 is the null block: never written, never read.
     """
 
     __slots__ = ("_tensors", "block_size", "layers", "num_blocks")
@@ -42,14 +43,22 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
         scales: Sequence[Scales] | None = None,
+        *,
+        in_lanes: bool = False,
     ) -> None:
-        """Make an empty cache; `scales` are those of an fp8 one, layer by layer. None: 1."""
-        shape = (num_blocks + 1, block_size, config.num_kv_heads, config.head_dim)
+        """Make an empty cache; `scales` are those of an fp8 one, layer by layer. None: 1.
+
+        It is in lanes if that is asked for and the block size allows it.
+        """
+        form = cache_layout.layout(
+            num_blocks + 1, block_size, config.num_kv_heads, config.head_dim, dtype,
+            in_lanes=in_lanes,
+        )  # fmt: skip
         self.num_blocks = num_blocks
         self.block_size = block_size
         groups = config.kv_groups
         self._tensors = tuple(
-            (_zeros(shape, dtype, device), _zeros(shape, dtype, device))
+            (_zeros(form.k_shape, dtype, device), _zeros(form.v_shape, dtype, device))
             for _ in range(max(len(group.layers) for group in groups))
         )
         places = {layer: place for group in groups for place, layer in enumerate(group.layers)}

@@ -1,5 +1,6 @@
 """Scales of fp8 keys for a model that brings none: measured once, on tokens that never change."""
 
+from collections.abc import Iterable
 from typing import Final
 
 import torch
@@ -17,31 +18,34 @@ HEADROOM: Final = 2.0
 bits have the same precision over a wide range, so room costs little."""
 
 
-def calibrate_scales(model: CausalModel, dtype: torch.dtype) -> tuple[Scales, ...]:
+def measure_scales(model: CausalModel, dtype: torch.dtype) -> tuple[Scales, ...]:
     """Return a scale per layer and key/value head, [G] each: the largest value fits twice.
 
     Rounded up to a power of two. Dividing by it is exact, and runs that differ in the last bits
-    (another number of threads, other kernels) agree but where a maximum lies at its edge.
+    (another number of threads or ranks, other kernels) agree but where a maximum lies at its
+    edge. Of a head whose keys or values are not finite the scale is not finite either.
 
-    Raises: ConfigError if keys or values are not finite.
-    Cost: one step of 512 tokens.
+    Cost: one step of 512 tokens, of all ranks together.
     """
     largest = torch.finfo(dtype).max
     sequences = _run_fixed_tokens(model)
     stored = (sequences.stored(layer) for layer in range(model.config.num_layers))
-    scales = tuple(Scales(_scale(k, largest), _scale(v, largest)) for k, v in stored)
+    return tuple(Scales(_scale(k, largest), _scale(v, largest)) for k, v in stored)
+
+
+def check_scales(scales: Iterable[Scales]) -> None:
+    """Raise ConfigError if keys or values were not finite when these were measured."""
     for one in scales:
         try:
             check_scale_values(one)
         except ValueError as error:
             raise ConfigError(f"kv_cache_dtype: calibration failed, {error}") from error
-    return scales
 
 
 def _scale(stored: torch.Tensor, largest: float) -> torch.Tensor:
     """Return a scale per head. Shapes: stored [N, S, G, D], returns [G] fp32."""
     peak = stored.float().abs().amax(dim=(0, 1, 3))
-    wanted = torch.where(peak > 0, peak * (HEADROOM / largest), torch.ones_like(peak))
+    wanted = torch.where(peak == 0, torch.ones_like(peak), peak * (HEADROOM / largest))
     _, exponent = torch.frexp(wanted)
     return torch.where(wanted.isfinite(), torch.ldexp(torch.ones_like(peak), exponent), wanted)
 

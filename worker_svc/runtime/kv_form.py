@@ -7,9 +7,9 @@ from typing import Final
 import torch
 
 from kernels.checks import FP8, Scales
-from worker_svc.errors import ConfigError
 from worker_svc.model.weights import LoadedModel
-from worker_svc.runtime.kv_calibration import calibrate_scales
+from worker_svc.runtime.kv_calibration import check_scales, measure_scales
+from worker_svc.runtime.rank_scales import share_scales
 
 KV_DTYPES: Final = {
     "fp8": torch.float8_e4m3fn,
@@ -41,13 +41,16 @@ class KvForm:
         return digest.hexdigest()[:8]
 
 
-def choose_kv_form(loaded: LoadedModel, dtype: torch.dtype) -> KvForm:
-    """Return the form of a cache of `dtype`.
+def choose_kv_form(loaded: LoadedModel, dtype: torch.dtype, kept: KvForm | None = None) -> KvForm:
+    """Return the form of a cache of `dtype`; `kept`, if that is how a cache is stored already.
 
     e4m3 takes the scales of the checkpoint, or measures them. e5m2 takes none: it reaches as far
     as float16, and a scale would not make it more precise.
 
-    Raises: ConfigError if scales cannot be measured.
+    All ranks of a group call this at once, each time they have met. Where one of them has no
+    scales yet, all measure together: the model runs on all of them or on none.
+
+    Raises: ConfigError if scales cannot be measured, on all ranks; RanksLostError.
     """
     if dtype not in FP8:
         return KvForm(dtype, None, "")
@@ -55,11 +58,13 @@ def choose_kv_form(loaded: LoadedModel, dtype: torch.dtype) -> KvForm:
         return KvForm(dtype, None, "no scales")
     if loaded.kv_scales is not None:
         return KvForm(dtype, loaded.kv_scales, "static scales of the checkpoint")
-    if not loaded.ranks.shard.is_whole:
-        # Ranks that come back one by one would wait for each other in the middle of a step.
-        raise ConfigError(
-            "kv_cache_dtype is fp8 and the checkpoint has no scales: with tensor parallelism it "
-            "must be auto or fp8_e5m2"
-        )
-    scales = calibrate_scales(loaded.model, dtype)
+    everybody_has = loaded.ranks.least(kept is not None)
+    if kept is not None and everybody_has:
+        return kept
+    measured = measure_scales(loaded.model, dtype)
+    old = None if kept is None else kept.scales
+    shared = share_scales(measured, old, loaded.kv_heads, loaded.ranks)
+    check_scales(shared)
+    mine = slice(loaded.kv_heads.mine.start, loaded.kv_heads.mine.stop)
+    scales = tuple(Scales(one.k[mine].clone(), one.v[mine].clone()) for one in shared)
     return KvForm(dtype, scales, "static scales per head, calibrated")

@@ -52,6 +52,9 @@ class MemoryReport:
     dtype: str = ""
     """The run dtype's name."""
 
+    adapters: str = ""
+    """What is kept for adapters, in words. Empty: nothing."""
+
     @property
     def max_concurrency(self) -> float:
         """How many requests of the greatest length fit at once."""
@@ -78,6 +81,8 @@ def startup_lines(report: MemoryReport) -> tuple[str, ...]:
             f"KV cache in {report.kv_form}: {gain:.2f}x the blocks of {report.dtype} in the same "
             f"memory ({report.num_blocks} instead of {int(report.num_blocks / gain)})",
         )
+    if report.adapters:
+        lines += (report.adapters,)
     if report.longest_that_fits is not None:
         lines += (
             f"max_model_len is {report.max_model_len}, and the KV cache holds less: "
@@ -92,11 +97,16 @@ def blocks_for(num_tokens: int, block_size: int) -> int:
 
 
 def num_blocks_that_fit(
-    cache_bytes: int, block_bytes: int, max_model_len: int, needs: Callable[[int], int]
+    cache_bytes: int,
+    block_bytes: int,
+    max_model_len: int,
+    needs: Callable[[int], int],
+    kept: str = "",
 ) -> int:
     """Return how many usable blocks `cache_bytes` hold, beside the null block.
 
-    `needs` says how many blocks a request of so many tokens holds at a time.
+    `needs` says how many blocks a request of so many tokens holds at a time; `kept`, in words, for
+    what else memory was kept.
 
     Raises: ConfigError if one request of `max_model_len` does not fit. It names the GiB needed
         and available and the greatest length that does.
@@ -110,7 +120,7 @@ def num_blocks_that_fit(
             f"max_model_len is {max_model_len}: one request needs "
             f"{needed * block_bytes / GIB:.2f} GiB of KV cache, "
             f"{cache_bytes / GIB:.2f} GiB is available; must be at most "
-            f"{longest} (or give kv_cache_memory_bytes)"
+            f"{longest} (or give kv_cache_memory_bytes)" + (f"; {kept}" if kept else "")
         )
     return num_blocks
 
@@ -124,9 +134,12 @@ def longest_that_fits(
     return bisect_right(range(1, max_model_len + 1), num_blocks, key=needs)
 
 
-def cpu_cache_bytes(fraction: float = CPU_MEMORY_FRACTION) -> int:
-    """Return how many bytes a CPU worker gives its cache: part of what is free, up to 4 GiB."""
-    return min(int(available_memory_bytes() * fraction), MAX_CPU_BYTES)
+def cpu_cache_bytes(fraction: float = CPU_MEMORY_FRACTION, kept_bytes: int = 0) -> int:
+    """Return how many bytes a CPU worker gives its cache: part of what is free, up to 4 GiB.
+
+    What is kept for something else does not count as free.
+    """
+    return min(int(max(0, available_memory_bytes() - kept_bytes) * fraction), MAX_CPU_BYTES)
 
 
 def cuda_cache_bytes(device: torch.device, utilization: float, profile: Callable[[], None]) -> int:

@@ -182,6 +182,7 @@ class ModelRunner:
             inputs.seq_lens,
             inputs.query_start_loc,
             inputs.embedded,
+            inputs.read_tokens,
         )
 
     def _sample(self, logits: torch.Tensor, rows: Int64Array) -> Sampled:

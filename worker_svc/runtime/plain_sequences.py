@@ -5,6 +5,7 @@ from typing import Final
 
 import torch
 
+from kernels import cache_layout
 from kernels.checks import Scales
 from worker_svc.errors import InvariantError
 from worker_svc.model.causal_model import CausalModel
@@ -30,7 +31,10 @@ class PlainSequences:
         widths = [blocks_for(capacity, _BLOCK_SIZE) for capacity in capacities]
         num_groups, device = len(model.config.kv_groups), model.device
         num_blocks = num_groups * sum(widths)
-        self.cache = KVCache(model.config, num_blocks, _BLOCK_SIZE, dtype, device, scales)
+        self.cache = KVCache(
+            model.config, num_blocks, _BLOCK_SIZE, dtype, device, scales,
+            in_lanes=model.keys_in_lanes,
+        )  # fmt: skip
         shape = (num_groups, len(widths), max(widths))
         self._tables = torch.zeros(shape, dtype=torch.int32)
         first = 1
@@ -42,12 +46,12 @@ class PlainSequences:
         self._model = model
 
     def stored(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and values of a layer, as they are stored: [blocks, S, G, D] each."""
+        """Return the keys and values of a layer: [blocks, S, G, D] each, of the stored dtype."""
         for group, tables in zip(self._model.config.kv_groups, self._tables, strict=True):
             if layer in group.layers:
                 blocks = tables[tables > 0].long().to(self._model.device)
                 cache = self.cache.layers[layer]
-                return cache.k[blocks], cache.v[blocks]
+                return cache_layout.to_rows(cache.k[blocks], cache.v[blocks])
         raise InvariantError(f"layer {layer} is in no KV group")
 
     def run(self, tokens: Sequence[Sequence[int]]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from worker_svc.errors import ConfigError
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.weights import LoadedModel
+from worker_svc.runtime.adapter_reserve import NO_ADAPTERS, AdapterReserve
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
 from worker_svc.runtime.kv_form import KvForm
 from worker_svc.runtime.memory_budget import (
@@ -73,22 +74,19 @@ def make_runner(
     limits: RunnerLimits,
     form: KvForm | None = None,
     adapters: AdapterBank | None = None,
+    reserve: AdapterReserve = NO_ADAPTERS,
 ) -> tuple[ModelRunner, MemoryReport]:
     """Give a loaded model an empty cache of some form (the run dtype's), and return what runs it.
 
-    With the adapters that its layers were loaded with, rows can use them.
+    With the adapters that its layers were loaded with, rows can use them. Where memory is
+    measured, that of the reserve is left free.
 
     The memory of an older runner counts as taken as long as there is a reference to it.
 
     Raises: ConfigError if a limit does not fit the model or the memory.
     """
     model, config = loaded.model, loaded.model.config
-    max_model_len = limits.max_model_len or config.max_position_embeddings
-    if max_model_len > config.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len is {max_model_len}, must be at most "
-            f"{config.max_position_embeddings}, for which the model was made"
-        )
+    max_model_len = _max_model_len(limits, config.max_position_embeddings)
     form = form or KvForm(model.dtype, None, "")
     bytes_of_block = block_bytes(config, limits.block_size, form.dtype)
     step_tokens, groups = limits.max_num_batched_tokens, config.kv_groups
@@ -100,11 +98,14 @@ def make_runner(
 
     num_blocks = limits.num_gpu_blocks_override
     if num_blocks is None:
-        cache_bytes = limits.kv_cache_memory_bytes or _measure_cache_bytes(loaded, limits, form)
-        num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, max_model_len, needs)
+        cache_bytes, kept = _cache_bytes(loaded, limits, form, reserve)
+        num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, max_model_len, needs, kept)
     # Each rank has its part of every block, so all have as many as the one with the least room.
     num_blocks = loaded.ranks.least(num_blocks)
-    cache = KVCache(config, num_blocks, limits.block_size, form.dtype, model.device, form.scales)
+    cache = KVCache(
+        config, num_blocks, limits.block_size, form.dtype, model.device, form.scales,
+        in_lanes=model.keys_in_lanes,
+    )  # fmt: skip
     runner = ModelRunner(
         model,
         cache,
@@ -125,8 +126,20 @@ def make_runner(
         kv_form=_describe(form),
         plain_block_bytes=block_bytes(config, limits.block_size, model.dtype),
         dtype=_name(model.dtype),
+        adapters=reserve.words,
     )
     return runner, report
+
+
+def _max_model_len(limits: RunnerLimits, made_for: int) -> int:
+    """Return the most tokens of a request, of a model made for so many. Raises: ConfigError."""
+    max_model_len = limits.max_model_len or made_for
+    if max_model_len > made_for:
+        raise ConfigError(
+            f"max_model_len is {max_model_len}, must be at most {made_for}, for which the model "
+            "was made"
+        )
+    return max_model_len
 
 
 def _describe(form: KvForm) -> str:
@@ -141,18 +154,31 @@ def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _measure_cache_bytes(loaded: LoadedModel, limits: RunnerLimits, form: KvForm) -> int:
+def _cache_bytes(
+    loaded: LoadedModel, limits: RunnerLimits, form: KvForm, reserve: AdapterReserve
+) -> tuple[int, str]:
+    """Return what the cache may take, and in words what was kept out of it."""
+    if limits.kv_cache_memory_bytes is not None:
+        return limits.kv_cache_memory_bytes, ""
+    return _measure_cache_bytes(loaded, limits, form, reserve), reserve.words
+
+
+def _measure_cache_bytes(
+    loaded: LoadedModel, limits: RunnerLimits, form: KvForm, reserve: AdapterReserve
+) -> int:
     model = loaded.model
     if model.device.type == "cpu":
         # As far as anybody knows, the ranks share one machine's memory.
-        return cpu_cache_bytes() // loaded.ranks.shard.world_size
+        num_ranks = loaded.ranks.shard.world_size
+        return cpu_cache_bytes(kept_bytes=reserve.num_bytes_left * num_ranks) // num_ranks
     # Others may have their cache already, and do not run this step with us.
     with loaded.ranks.apart():
-        return cuda_cache_bytes(
+        num_bytes = cuda_cache_bytes(
             model.device,
             limits.gpu_memory_utilization,
             lambda: run_largest_step(model, limits, form),
         )
+    return max(0, num_bytes - reserve.num_bytes_left)
 
 
 def run_largest_step(model: CausalModel, limits: RunnerLimits, form: KvForm | None = None) -> None:
@@ -167,7 +193,10 @@ def run_largest_step(model: CausalModel, limits: RunnerLimits, form: KvForm | No
     width = blocks_for(int(counts[0]), limits.block_size)
     starts = np.concatenate(([0], np.cumsum(counts))).astype(np.int32)
     form = form or KvForm(model.dtype, None, "")
-    cache = KVCache(model.config, 1, limits.block_size, form.dtype, model.device, form.scales)
+    cache = KVCache(
+        model.config, 1, limits.block_size, form.dtype, model.device, form.scales,
+        in_lanes=model.keys_in_lanes,
+    )  # fmt: skip
     num_tokens, device, num_groups = int(starts[-1]), model.device, len(model.config.kv_groups)
     slot_mapping = torch.full((num_tokens,), -1, device=device)
     block_table = torch.ones((num_rows, width), dtype=torch.int32, device=device)

@@ -8,6 +8,7 @@ import torch
 
 from worker_svc.model.operations import Embedded
 from worker_svc.runtime.rows import Rows
+from worker_svc.runtime.sampling_columns import NO_PROMPT_LOGPROBS
 from worker_svc.runtime.step_plan import Int64Array
 
 
@@ -45,6 +46,10 @@ class StepInputs:
     last_tokens: torch.Tensor
     """[S] int64. Places in the step of the tokens whose logits are sampled from."""
 
+    read_tokens: torch.Tensor | None
+    """[P] int64, ascending. Places in the step of the tokens whose hidden states are read. None:
+    all may be."""
+
     embedded: Embedded | None = None
     """Tokens that have vectors in place of their ids. None: no token has."""
 
@@ -68,6 +73,7 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
     query_start_loc = np.concatenate(([0], np.cumsum(new)))
     samples = (seq_lens == rows.num_tokens[running]) & (rows.sampling.pooling[running] == 0)
     groups = rows.block_tables
+    last_tokens = ends[samples] - 1
     width = -(-int(seq_lens.max()) // groups[0].block_size)
 
     def place(column: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> torch.Tensor:
@@ -83,7 +89,8 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
         seq_lens=place(attended.astype(np.int32)),
         query_start_loc=place(query_start_loc.astype(np.int32)),
         sampling_rows=running[samples],
-        last_tokens=place(ends[samples] - 1),
+        last_tokens=place(last_tokens),
+        read_tokens=place(last_tokens) if _only_last_are_read(rows, running) else None,
         embedded=rows.embedded.of_step(running, starts, seq_lens),
     )
 
@@ -99,3 +106,13 @@ def _token_by_token(
     left = np.cumsum(times).repeat(times) - np.arange(times.sum()) - 1
     new = np.where(apart, 1, counts).repeat(times)
     return running.repeat(times), seq_lens.repeat(times) - left, new
+
+
+def _only_last_are_read(rows: Rows, running: Int64Array) -> bool:
+    """Return whether no row pools, tells of its prompt, or has a draft verified."""
+    params = rows.sampling
+    return not (
+        params.pooling[running].any()
+        or (params.prompt_logprobs[running] != NO_PROMPT_LOGPROBS).any()
+        or rows.num_drafted[running].any()
+    )

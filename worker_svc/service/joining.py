@@ -79,6 +79,7 @@ def read_assignment(ack: worker_pb2.JoinAck, hello: worker_pb2.WorkerHello) -> A
             max_num_batched_tokens=ack.max_num_batched_tokens,
             max_model_len=ack.max_model_len,
             num_blocks_override=ack.num_blocks_override,
+            max_adapters=ack.max_adapters,
         ),
         heartbeat_s=ack.heartbeat_s,
     )

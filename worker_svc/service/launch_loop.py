@@ -1,5 +1,6 @@
 """The worker's life between two joins, on a device that computes beside the host."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -25,6 +26,13 @@ STEPS_UNDER_WAY: Final = 8
 
 LAST_STEPS_DEADLINE_S: Final = 60.0
 """For the steps still under way when the stream ends."""
+
+
+class HungStepError(Exception):
+    """A launched step does not end: the device's fault. The process ends."""
+
+    def __init__(self) -> None:
+        super().__init__(f"a launched step has not ended for {LAST_STEPS_DEADLINE_S:g} s")
 
 
 class _Step(NamedTuple):
@@ -62,7 +70,7 @@ class LaunchLoop:
     def run(self, stream: StepStream) -> None:
         """Run plans until the scheduler or the process is asked to stop.
 
-        Raises: as `StepLoop.run`, also for what happens as steps end.
+        Raises: as `StepLoop.run`, also for what happens as steps end; HungStepError if none does.
         """
         with (
             _Answers(self._runner, stream, self._status, self._log) as answers,
@@ -117,16 +125,30 @@ class _Answers:
         error: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Answer what is under way. Raises: what answering raised, unless something else did."""
-        self._steps.put(None, timeout=LAST_STEPS_DEADLINE_S)
-        self._thread.join(LAST_STEPS_DEADLINE_S)
+        """Answer what is under way.
+
+        Raises: what answering raised, or HungStepError; unless something else was raised before.
+        """
+        deadline_s = time.monotonic() + LAST_STEPS_DEADLINE_S
+        # A queue that stays full has no thread that would read its end.
+        with contextlib.suppress(queue.Full):
+            self._steps.put(None, timeout=LAST_STEPS_DEADLINE_S)
+        self._thread.join(max(deadline_s - time.monotonic(), 0))
         if kind is None:
             self.check()
+            if self._thread.is_alive():
+                raise HungStepError
 
     def expect(self, step: _Step) -> None:
-        """Answer this step when it ends. Raises: what answering an earlier one raised."""
+        """Answer this step when it ends.
+
+        Raises: what answering an earlier one raised; HungStepError if none of them ends.
+        """
         self.check()
-        self._steps.put(step, timeout=LAST_STEPS_DEADLINE_S)
+        try:
+            self._steps.put(step, timeout=LAST_STEPS_DEADLINE_S)
+        except queue.Full:
+            raise HungStepError from None
 
     def check(self) -> None:
         """Raise what answering raised."""

@@ -7,6 +7,7 @@ import torch
 from worker_svc.errors import AdapterError
 from worker_svc.model.adapters import AdapterBank, LoadedAdapter
 from worker_svc.model.peft_checkpoint import find_directory, read_checkpoint
+from worker_svc.runtime.adapter_reserve import AdapterReserve, reserve_for
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +29,14 @@ class LocalAdapters:
         self.bank = AdapterBank(dtype, device) if settings.directory else None
         """What the model must be loaded with. None: adapters are off."""
 
-    def move(self, device: torch.device) -> None:
-        """Be on another device than before. The model must not be loaded yet."""
+    def begin(self, device: torch.device) -> None:
+        """Forget all adapters: a model, or another part of it, is about to be loaded."""
         if self.bank is not None:
             self.bank = AdapterBank(self._dtype, device)
+
+    def reserve(self, max_adapters: int) -> AdapterReserve:
+        """Return what has to be kept for so many adapters. The model must be loaded."""
+        return reserve_for(self.bank, max_adapters, self._settings.max_rank)
 
     def read(self, path: str) -> LoadedAdapter:
         """Return the adapter of a directory below ours, ready to run.
@@ -39,10 +44,11 @@ class LocalAdapters:
         Raises: AdapterError if there is none, or it does not fit the model.
         """
         directory = find_directory(self._settings.directory, path)
-        if self.bank is None or not self.bank.targets:
+        bank = self.bank
+        if bank is None or not bank.targets:
             raise AdapterError("the model is not loaded yet")
-        checkpoint = read_checkpoint(directory, self.bank.targets, self._settings.max_rank)
-        return self.bank.prepare(checkpoint.generation, checkpoint.matrices)
+        checkpoint = read_checkpoint(directory, bank.targets, self._settings.max_rank)
+        return bank.prepare(checkpoint.generation, checkpoint.matrices)
 
     def publish(self, slot: int, adapter: LoadedAdapter) -> None:
         """Put an adapter into a slot."""

@@ -111,23 +111,18 @@ class LocalModel:
         for device, torch_device in self._usable:
             if device.uuid == uuid and torch_device != self._torch_device:
                 self.device, self._torch_device = device, torch_device
-                self.adapters.move(torch_device)
 
     def load(self, ranks: OtherRanks | None = None) -> None:
-        """Choose an attention backend, read the weights and find the KV scales, but only once.
+        """Choose an attention backend, read the weights and, alone, find the KV scales; once.
 
         Raises: ConfigError if the backend that was asked for does not serve the model here; as
             ModelError, if the files are damaged.
         """
-        if ranks is not None and not ranks.shard.is_whole and self.adapters.bank is not None:
-            raise ConfigError(
-                f"adapter_dir is {self._settings.adapters.directory!r}, must be unset where "
-                f"tensor_parallel_size is above 1: it is {ranks.shard.world_size}"
-            )
         if self._loaded is None or self._ranks is not ranks:
             # Another part than before: what is there makes room first.
             self._loaded, self._ranks = None, ranks
             wanted, device = self._settings.attention_backend, self._torch_device
+            self.adapters.begin(device)
             operations = choose_operations(
                 wanted, device, self._dtype, self._head_dim, self._log, kv_dtype=self._kv_dtype
             )
@@ -138,9 +133,17 @@ class LocalModel:
                 self._path, self._dtype, device, operations, ranks, progress, self.adapters.bank
             )
             self._say_what_was_dequantised(self._loaded)
-            self._kv_form = choose_kv_form(self._loaded, self._kv_dtype)
+            self._kv_form = None
+            if self._loaded.ranks.shard.is_whole:
+                self.agree()
             if isinstance(operations, NativeOperations):
                 take_threads_from_torch()
+
+    def agree(self) -> None:
+        """As `ModelHost.agree`: find the KV scales, which may take a step of all ranks."""
+        if self._loaded is None:
+            raise InvariantError("ranks agree before the model is loaded")
+        self._kv_form = choose_kv_form(self._loaded, self._kv_dtype, self._kv_form)
 
     def _say_what_was_dequantised(self, loaded: LoadedModel) -> None:
         if (found := loaded.dequantised) is not None:
@@ -159,7 +162,7 @@ class LocalModel:
         Raises: ConfigError if a limit does not fit the model or the memory; InvariantError
             before `load`.
         """
-        if self._loaded is None:
+        if self._loaded is None or self._kv_form is None:
             raise InvariantError("a runner is wanted before the model is loaded")
         settings = self._settings
         runner_limits = RunnerLimits(
@@ -171,7 +174,10 @@ class LocalModel:
             num_gpu_blocks_override=limits.num_blocks_override or settings.num_gpu_blocks_override,
             gpu_memory_utilization=settings.gpu_memory_utilization,
         )
-        runner, report = make_runner(self._loaded, runner_limits, self._kv_form, self.adapters.bank)
+        reserve = self.adapters.reserve(limits.max_adapters)
+        runner, report = make_runner(
+            self._loaded, runner_limits, self._kv_form, self.adapters.bank, reserve
+        )
         # Ranks tell each other what was sampled, for which they wait; and only a ModelRunner
         # tells adapters which tokens are whose.
         is_alone = self._loaded.ranks.shard.is_whole and self.adapters.bank is None

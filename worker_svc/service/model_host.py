@@ -30,6 +30,9 @@ class CacheLimits:
     num_blocks_override: int
     """Usable blocks to hold. 0: as the worker's own settings say, or memory allows."""
 
+    max_adapters: int = 0
+    """Adapters at once, for which memory is kept where they are loaded at all."""
+
 
 class StepRunner(Protocol):
     """A loaded model with rows and a KV cache, in one thread with its processor."""
@@ -86,6 +89,13 @@ class ModelHost(Protocol):
         """Read the weights, unless they are in memory: a part, if others have the rest.
 
         Raises: ConfigError if the model cannot be loaded.
+        """
+        ...
+
+    def agree(self) -> None:
+        """Settle what takes all ranks of a group, each time they have met.
+
+        Raises: ConfigError if it cannot be settled; RanksLostError.
         """
         ...
 

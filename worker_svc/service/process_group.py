@@ -116,11 +116,20 @@ class ProcessGroup:
 
     def least(self, count: int) -> int:
         """As `OtherRanks.least`."""
-        options = AllreduceOptions()
-        options.reduceOp = ReduceOp(ReduceOp.MIN)
         shared = torch.tensor([count])
-        self._wait(self._of_cpu().allreduce([shared], options))
+        self._reduce_on_cpu(shared, ReduceOp(ReduceOp.MIN))
         return int(shared.item())
+
+    def largest(self, values: torch.Tensor) -> torch.Tensor:
+        """As `OtherRanks.largest`."""
+        shared = values.clone()
+        self._reduce_on_cpu(shared, ReduceOp(ReduceOp.MAX))
+        return shared
+
+    def _reduce_on_cpu(self, shared: torch.Tensor, operation: ReduceOp) -> None:
+        options = AllreduceOptions()
+        options.reduceOp = operation
+        self._wait(self._of_cpu().allreduce([shared], options))
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:

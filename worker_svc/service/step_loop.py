@@ -8,6 +8,7 @@ from worker_svc.service import wire
 from worker_svc.service.adapter_loading import AdapterLoading
 from worker_svc.service.logs import Logger
 from worker_svc.service.model_host import StepRunner
+from worker_svc.service.ordered_changes import OrderedChanges
 from worker_svc.service.plan_order import PlanOrder
 from worker_svc.service.refused_rows import RefusedRows
 from worker_svc.service.shutdown import Shutdown
@@ -45,6 +46,7 @@ class StepLoop:
         Raises: StreamLostError, RefusedError or RanksLostError as the stream does;
             InvariantError if a plan breaks the order; whatever a step raises.
         """
+        changes = OrderedChanges(self._adapters, stream.send_adapter_answer)
         with self._shutdown.waking(stream.wake):
             # Without a deadline: an idle scheduler sends nothing, and a lost one ends the stream.
             while not self._shutdown.asked:
@@ -55,8 +57,9 @@ class StepLoop:
                             stream.send_result(result)
                         else:
                             stream.note_answered()
+                        changes.note_plan()
                     case worker_pb2.AdapterChange() as change:
-                        self._adapters.take(change, stream.send_adapter_answer)
+                        changes.take(change)
                     case worker_pb2.StopWorker():
                         self._log.info("the scheduler stops this worker")
                         break

@@ -228,6 +228,8 @@ class Worker:
 
     def _prepare(self, assignment: Assignment) -> tuple[_Cache, int]:
         """Return a runner, made now if there is none, and how many blocks all ranks have."""
+        if self._group is not None:
+            self._host.agree()
         if self._cache is None:
             with self._shutdown.waking(self._exit_now):
                 self._status.enter(Phase.SIZING)

@@ -7,6 +7,7 @@ import time
 from rich.console import Console
 from rich.table import Table
 
+from pagemill.cli import extras
 from pagemill.cli.local_server import local_server
 from pagemill.cli.model_source import DEMO, Model, resolve
 from pagemill.cli.streaming import account, write_text
@@ -19,6 +20,7 @@ _MAX_TOKENS = 64
 def demo() -> None:
     """Fetch the demo model, serve it on this CPU, ask it a question twice, and stop it again."""
     console = Console(highlight=False)
+    extras.check_installed(*extras.SERVER)
     model = resolve(DEMO)
     asyncio.run(_demo(console, model))
 

@@ -9,8 +9,10 @@ from pathlib import Path
 import yaml
 
 from pagemill.cli.exit_status import CliError, ExitStatus
+from pagemill.cli.extras import check_installed
 from pagemill.cli.model_source import Model
 from pagemill.cli.processes import Programs
+from pagemill.cli.run_folder import SOCKET
 
 MAX_RANKS = 1024
 """The scheduler's own bound."""
@@ -100,7 +102,7 @@ def server_programs(
             f"config names {', '.join(sorted(unknown))}, no setting of scheduler or worker",
             ExitStatus.USAGE,
         )
-    usual = {"served_model_name": [model.name], "worker_listen": f"unix:{folder / 'workers'}"}
+    usual = {"served_model_name": [model.name], "worker_listen": f"unix:{folder / SOCKET}"}
     scheduler_file = _write(folder / "scheduler.json", _only(SCHEDULER_SETTINGS, {**usual, **file}))
     ranks = num_ranks(flags, file)
     threads = {"threads": threads_of_a_rank(ranks, os.cpu_count() or 1)} if ranks > 1 else {}
@@ -132,7 +134,11 @@ def threads_of_a_rank(ranks: int, cores: int) -> int:
 
 
 def program(module: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command line of one of our programs, under this interpreter."""
+    """Return the command line of one of our programs, under this interpreter.
+
+    Raises: CliError if what it needs is not installed.
+    """
+    check_installed(module)
     return (sys.executable, "-m", module, *arguments)
 
 

@@ -1,14 +1,13 @@
 """`pagemill serve`: a scheduler and its workers on this machine, until a signal."""
 
 import asyncio
-import tempfile
-from pathlib import Path
 
 import typer
 
-from pagemill.cli import options, processes
+from pagemill.cli import extras, options, processes
 from pagemill.cli.model_source import resolve
 from pagemill.cli.program_settings import read_config, server_programs
+from pagemill.cli.run_folder import run_folder
 from pagemill.cli.terminal import say
 
 
@@ -72,13 +71,14 @@ def serve(
     A second signal kills at once. Exit status: 0 after a clean stop, else that of the program
     that ended: 2 for an impossible setting, 137 for one that was killed.
     """
+    extras.check_installed(*extras.SERVER)
     file = read_config(config) if config else {}
     found = resolve(model)
-    with tempfile.TemporaryDirectory(prefix="pagemill-") as folder:
+    with run_folder() as folder:
         programs = server_programs(
-            found, context.params, file, Path(folder), ready_timeout_s=ready_timeout
+            found, context.params, file, folder, ready_timeout_s=ready_timeout
         )
-        status = asyncio.run(processes.serve(programs, Path(folder), _announce))
+        status = asyncio.run(processes.serve(programs, folder, _announce))
     raise typer.Exit(status)
 
 

@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pagemill.cli.extras import check_installed
 from pagemill.cli.model_source import Model, resolve
 from pagemill.cli.program_settings import program
 
@@ -61,8 +62,9 @@ def prepared(module: str, arguments: Sequence[str]) -> tuple[tuple[str, ...], di
 
     The model's name is only usual: the environment and the flags may give others.
 
-    Raises: CliError for a model that is not there.
+    Raises: CliError for a model that is not there, or a program that is not installed.
     """
+    check_installed(module)
     if not arguments or arguments[0].startswith("-"):
         return program(module, *arguments), {}
     model: Model = resolve(arguments[0])

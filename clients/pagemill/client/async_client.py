@@ -18,6 +18,7 @@ from pagemill.client.arguments import ChatArguments, GenerateArguments
 from pagemill.client.channel import Keepalive, open_channel
 from pagemill.client.embedding import Embeddings, Pooling, embed_request, embeddings
 from pagemill.client.events import Collector, Completion, Event
+from pagemill.client.one_field import filled
 from pagemill.client.retry import Attempts, RetryPolicy
 from pagemill.client.server_facts import AbortResult, AdapterInfo, Load, ModelInfo, Pin, ServerInfo
 from pagemill.v1 import (
@@ -167,7 +168,7 @@ class AsyncClient:
 
     async def model_info(self, model: str = "", *, timeout: float | None = None) -> ModelInfo:
         """Return what a served model is; the default one for an empty name."""
-        request = control_pb2.GetModelInfoRequest(model=model)
+        request = filled(control_pb2.GetModelInfoRequest, model=model)
         return server_wire.model_info(
             await self._unary(self._control.GetModelInfo, request, timeout)
         )
@@ -184,15 +185,15 @@ class AsyncClient:
 
         Raises: NotFoundError if none of the ids is live.
         """
-        request = control_pb2.AbortRequest(request_ids=request_ids, tenant=tenant)
+        request = filled(control_pb2.AbortRequest, request_ids=request_ids, tenant=tenant)
         return server_wire.abort_result(await self._unary(self._control.Abort, request, timeout))
 
     async def abort_all(
         self, *, tenant: str | None = "", timeout: float | None = None
     ) -> AbortResult:
         """End every live request of a tenant; None: of all tenants."""
-        request = control_pb2.AbortRequest(
-            all=True, tenant=tenant or "", all_tenants=tenant is None
+        request = filled(
+            control_pb2.AbortRequest, all=True, tenant=tenant or "", all_tenants=tenant is None
         )
         return server_wire.abort_result(await self._unary(self._control.Abort, request, timeout))
 
@@ -213,7 +214,8 @@ class AsyncClient:
         Raises: NotFoundError if not even its first block is cached: let a request compute it
             first; ResourceExhaustedError beyond the server's quota.
         """
-        request = admin_pb2.PinRequest(
+        request = filled(
+            admin_pb2.PinRequest,
             model=model,
             token_ids=token_ids,
             time_to_live_s=time_to_live,
@@ -228,7 +230,7 @@ class AsyncClient:
 
         Raises: NotFoundError if the pin has ended, or never was.
         """
-        await self._unary(self._admin.Unpin, admin_pb2.UnpinRequest(pin_id=pin_id), timeout)
+        await self._unary(self._admin.Unpin, filled(admin_pb2.UnpinRequest, pin_id=pin_id), timeout)
 
     async def load_adapter(self, name: str, path: str, *, timeout: float | None = None) -> int:
         """Load an adapter from below the workers' directory of adapters; return its generation.
@@ -238,7 +240,7 @@ class AsyncClient:
         Raises: InvalidArgumentError if a worker cannot load it; ResourceExhaustedError if as
             many are loaded as may be.
         """
-        request = admin_pb2.LoadAdapterRequest(name=name, path=path)
+        request = filled(admin_pb2.LoadAdapterRequest, name=name, path=path)
         response = await self._unary(self._admin.LoadAdapter, request, timeout)
         return response.generation
 
@@ -248,7 +250,7 @@ class AsyncClient:
         Raises: NotFoundError if it is not loaded; DeadlineExceededError if some use it still: it
             goes with the last of them.
         """
-        request = admin_pb2.UnloadAdapterRequest(name=name)
+        request = filled(admin_pb2.UnloadAdapterRequest, name=name)
         await self._unary(self._admin.UnloadAdapter, request, timeout)
 
     async def adapters(self, *, timeout: float | None = None) -> tuple[AdapterInfo, ...]:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from pagemill.client.errors import InternalError, InvalidArgumentError
 from pagemill.client.events import Usage
+from pagemill.client.one_field import filled, one_field
 from pagemill.v1 import generation_pb2, inference_pb2
 
 Pooling = Literal["last", "mean"]
@@ -48,8 +49,12 @@ def embed_request(
         )
     if isinstance(inputs, str):
         raise InvalidArgumentError("inputs is one text, must be a list of them", field="inputs")
-    request = inference_pb2.EmbedRequest(
-        request_id=request_id, model=model, pooling=_POOLING[pooling], normalize=normalize
+    request = filled(
+        inference_pb2.EmbedRequest,
+        request_id=request_id,
+        model=model,
+        pooling=_POOLING[pooling],
+        normalize=normalize,
     )
     texts = [each for each in inputs if isinstance(each, str)]
     try:
@@ -62,7 +67,8 @@ def embed_request(
             )
         else:
             request.tokens.inputs.extend(
-                generation_pb2.TokenIds(ids=ids) for ids in inputs if not isinstance(ids, str)
+                one_field(generation_pb2.TokenIds, "ids", ids, f"inputs[{number}]")
+                for number, ids in enumerate(inputs)
             )
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(f"inputs cannot be sent: {error}", field="inputs") from error

@@ -114,7 +114,7 @@ def generate_request(arguments: GenerateArguments) -> inference_pb2.GenerateRequ
         request.token_ids.CopyFrom(
             one_field(generation_pb2.TokenIds, "ids", given["prompt"], "prompt")
         )
-    request.embeddings.extend(_embeddings(span) for span in given.get("embeddings", ()))
+    request.embeddings.extend(_embeddings(given.get("embeddings", ())))
     _fill(request.sampling, given, _SAMPLING)
     _fill_beam(request.beam, given)
     _fill(request.stopping, given, _STOPPING)
@@ -123,7 +123,19 @@ def generate_request(arguments: GenerateArguments) -> inference_pb2.GenerateRequ
     return request
 
 
-def _embeddings(span: EmbeddingSpan) -> generation_pb2.EmbeddingSpan:
+def _embeddings(spans: object) -> Iterator[generation_pb2.EmbeddingSpan]:
+    if not isinstance(spans, Iterable):
+        raise InvalidArgumentError("embeddings must be a list", field="embeddings")
+    for index, span in enumerate(spans):
+        if not isinstance(span, EmbeddingSpan):
+            raise InvalidArgumentError(
+                f"embeddings[{index}] is {type(span).__name__}, must be EmbeddingSpan",
+                field="embeddings",
+            )
+        yield _embedding(span)
+
+
+def _embedding(span: EmbeddingSpan) -> generation_pb2.EmbeddingSpan:
     fields = {name: getattr(span, name) for name in ("offset", "content_id", "embeddings")}
     message = _message(generation_pb2.EmbeddingSpan, fields, fields)
     if span.element_type not in _ELEMENT_TYPES:

@@ -468,7 +468,7 @@ class AbortRequest(_message.Message):
     """True: every live request, whoever's; the fields above have no meaning then."""
     @_builtins.property
     def request_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Which to end. At most 10,000."""
+        """Which to end. At most 10,000. The id of an Embed call ends all its inputs, and thus the call."""
 
     def __init__(
         self,
@@ -494,7 +494,9 @@ class AbortResponse(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def aborted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Ids that were live. With `all_tenants` those of several tenants may be equal."""
+        """Ids that were live; with `all` and `all_tenants` those of calls. With `all_tenants` those of
+        several tenants may be equal.
+        """
 
     @_builtins.property
     def unknown(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:

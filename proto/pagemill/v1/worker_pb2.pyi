@@ -372,6 +372,7 @@ class JoinAck(_message.Message):
     PIPELINE_DEPTH_FIELD_NUMBER: _builtins.int
     HEARTBEAT_S_FIELD_NUMBER: _builtins.int
     NUM_BLOCKS_OVERRIDE_FIELD_NUMBER: _builtins.int
+    MAX_ADAPTERS_FIELD_NUMBER: _builtins.int
     group: _builtins.int
     """Its group."""
     rank: _builtins.int
@@ -394,6 +395,10 @@ class JoinAck(_message.Message):
     """Seconds between two heartbeats. Three missing ones lose the worker."""
     num_blocks_override: _builtins.int
     """Usable blocks to hold, whatever memory says. 0: as memory allows."""
+    max_adapters: _builtins.int
+    """Slots of adapters: a worker that loads adapters keeps memory free for as many of the largest
+    rank it takes. 0: none will be loaded.
+    """
     def __init__(
         self,
         *,
@@ -408,10 +413,11 @@ class JoinAck(_message.Message):
         pipeline_depth: _builtins.int = ...,
         heartbeat_s: _builtins.float = ...,
         num_blocks_override: _builtins.int = ...,
+        max_adapters: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device_uuid", b"device_uuid", "group", b"group", "heartbeat_s", b"heartbeat_s", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks_override", b"num_blocks_override", "pipeline_depth", b"pipeline_depth", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "device_uuid", b"device_uuid", "group", b"group", "heartbeat_s", b"heartbeat_s", "max_adapters", b"max_adapters", "max_model_len", b"max_model_len", "max_num_batched_tokens", b"max_num_batched_tokens", "max_num_seqs", b"max_num_seqs", "num_blocks_override", b"num_blocks_override", "pipeline_depth", b"pipeline_depth", "rank", b"rank", "world_size", b"world_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1070,14 +1076,19 @@ class AdapterChange(_message.Message):
     PATH_FIELD_NUMBER: _builtins.int
     GENERATION_FIELD_NUMBER: _builtins.int
     NUMBER_FIELD_NUMBER: _builtins.int
+    NUM_PLANS_BEFORE_FIELD_NUMBER: _builtins.int
     adapter: _builtins.int
-    """Slot, from 1. What is there is replaced."""
+    """Slot, from 1 to `JoinAck.max_adapters`. What is there is replaced."""
     path: _builtins.str
     """Where to load it from, below the worker's directory of adapters. Empty: drop it."""
     generation: _builtins.int
     """Generation of the content, where it is known: a worker that has it loads nothing. 0: unknown."""
     number: _builtins.int
     """Named again by the answer."""
+    num_plans_before: _builtins.int
+    """How many plans rank 0 has got on its stream before this. A rank that has run fewer runs those
+    first: its plans come another way than its changes. 0 where none was sent yet.
+    """
     def __init__(
         self,
         *,
@@ -1085,10 +1096,11 @@ class AdapterChange(_message.Message):
         path: _builtins.str = ...,
         generation: _builtins.int = ...,
         number: _builtins.int = ...,
+        num_plans_before: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generation", b"generation", "number", b"number", "path", b"path"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["adapter", b"adapter", "generation", b"generation", "num_plans_before", b"num_plans_before", "number", b"number", "path", b"path"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -334,6 +334,18 @@ async def test_health_says_whether_the_server_can_answer(
     assert not await client.health()
 
 
+async def test_calls_that_no_message_can_hold_are_refused_by_field_and_bound() -> None:
+    async with AsyncClient("127.0.0.1:1") as client:
+        with pytest.raises(InvalidArgumentError, match=r"token_ids has the id 2147483648, must be"):
+            await client.pin([2**31], 60.0)
+        with pytest.raises(InvalidArgumentError, match="request_ids is one text, must be a list"):
+            await client.abort("r1")
+        with pytest.raises(InvalidArgumentError, match="pin_id is 7, which cannot be sent"):
+            await client.unpin(7)  # type: ignore[arg-type]
+        with pytest.raises(InvalidArgumentError, match="name cannot be sent"):
+            await client.load_adapter("\ud800", "poet")
+
+
 async def test_a_prefix_is_pinned_for_a_time_and_let_go(
     client: AsyncClient, script: ScriptedServer
 ) -> None:

@@ -32,7 +32,7 @@ def test_each_argument_lands_in_its_field() -> None:
     [
         ("one text", {}, "must be a list"),
         (["a", [1]], {}, "one kind"),
-        ([[2**40]], {}, "cannot be sent"),
+        ([[1], [2**40]], {}, r"inputs\[1\] has the id 1099511627776, must be in \["),
         ([7], {}, "cannot be sent"),
         (["a"], {"pooling": "max"}, "must be one of last, mean"),
     ],

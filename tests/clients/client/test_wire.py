@@ -1,5 +1,6 @@
 """Each argument lands in its field, and one that cannot be sent is named."""
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytest
@@ -177,6 +178,47 @@ def test_a_number_that_no_field_holds_is_refused_with_the_bounds(
     with pytest.raises(InvalidArgumentError) as caught:
         request(**{"prompt": "a", name: value})
     assert str(caught.value) == f"{name} is {value}, must be in {bounds}"
+
+
+@pytest.mark.parametrize("id_", [2**31, -(2**31) - 1, 10**30])
+@pytest.mark.parametrize(
+    ("name", "entries"),
+    [
+        ("prompt", lambda id_: [1, id_]),
+        ("logit_bias", lambda id_: {7: 1.0, id_: 1.0}),
+        ("allowed_token_ids", lambda id_: (id_,)),
+        ("stop_token_ids", lambda id_: [0, id_, 1]),
+    ],
+)
+def test_an_id_that_no_field_holds_is_refused_with_the_bounds(
+    name: str, entries: Callable[[int], object], id_: int
+) -> None:
+    with pytest.raises(InvalidArgumentError) as caught:
+        request(**{"prompt": "a", name: entries(id_)})
+    told = f"{name} has the id {id_}, must be in [-2147483648, 2147483647]"
+    assert (str(caught.value), caught.value.field) == (told, name)
+
+
+def test_ids_of_a_text_are_refused_with_the_bounds() -> None:
+    with pytest.raises(InvalidArgumentError, match=r"token_ids has the id 4294967296, must be in"):
+        wire.detokenize_request([2**32], "", keep_special_tokens=False)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ({"bad_words": "dragon"}, "bad_words is one text, must be a list"),
+        ({"stop_token_ids": "12"}, "stop_token_ids is one text, must be a list"),
+        ({"prompt": b"ab"}, "prompt is one text, must be a list"),
+        ({"embeddings": 5}, "embeddings must be a list"),
+        ({"embeddings": [5]}, r"embeddings\[0\] is int, must be EmbeddingSpan"),
+    ],
+)
+def test_what_is_no_list_of_entries_is_not_taken_apart(
+    arguments: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(InvalidArgumentError, match=words):
+        request(**{"prompt": "a", **arguments})
 
 
 def test_a_prompt_is_not_repeated_in_an_error() -> None:

@@ -246,3 +246,39 @@ async def test_a_worker_that_does_not_load_in_time_is_let_go(
             await asyncio.sleep(0.001)
     assert new.failures == ["its adapters were not loaded within 0.01 s"]
     assert new.ready == []
+
+
+async def test_a_worker_that_comes_during_a_load_takes_part_in_it() -> None:
+    """Two ranks are ready one after the other: what the first loads, the second must have."""
+    desk = AdapterDesk(2)
+    first, second = Link(desk), Link(desk)
+    first.join()
+    task = await begun(desk, "poet", "poets/one")
+    second.join()
+    assert second.ready == [[]]
+    assert [change.number for change in second.changes] == [first.changes[-1].number]
+    first.answer(7)
+    await asyncio.sleep(0)
+    assert not task.done()
+    second.answer(0, "no such file")
+    with pytest.raises(AdapterLoadError, match="no such file"):
+        await task
+    assert [link.told()[-1] for link in (first, second)] == [(1, "", 0)] * 2
+
+
+async def test_what_goes_while_a_worker_comes_is_not_lost_but_gone() -> None:
+    desk = AdapterDesk(2)
+    old, new = Link(desk), Link(desk)
+    old.join()
+    await load(desk, [old], "poet", 1)
+    new.join()
+    await desk.unload("poet")
+    assert new.told() == [(1, "poet", 1), (1, "", 0)]
+    cook = await begun(desk, "cook", "c")
+    desk.answer(new, worker_pb2.AdapterAnswer(number=2, error="the disk is gone"))
+    desk.answer(new, worker_pb2.AdapterAnswer(number=1, error="nobody asked"))
+    assert new.ready == [[]]
+    for link in (old, new):
+        link.answer(2)
+    assert await cook == 2
+    assert [each.name for each in desk.loaded()] == ["cook"]

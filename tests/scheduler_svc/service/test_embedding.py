@@ -1,5 +1,6 @@
 """What a client of Embed sees, over real gRPC: one vector an input, or a status and a sentence."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 
 import grpc
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
+from engine_bench import Bench, running
 from fake_door import last_ids
 from front_end_loopback import VOCAB_SIZE, Loopback, front_end, loopback
 from grpc_answers import eventually, refusal_of
@@ -21,10 +23,10 @@ from pagemill.v1.inference_pb2 import (
     EmbedTexts,
     EmbedTokens,
 )
-from scheduler_svc.core.errors import QueueFullError
+from scheduler_svc.core.errors import AbortedError, QueueFullError
 from scheduler_svc.core.reports import Pooling, Reports
 from scheduler_svc.core.request import FinishReason
-from scheduler_svc.service.embedding import normalized
+from scheduler_svc.service.embedding import Embedder, normalized
 from scheduler_svc.service.engine_door import Finish, Submission
 
 
@@ -202,3 +204,38 @@ def test_a_normalised_vector_has_length_one_or_is_zero(values: list[float]) -> N
         return
     assert np.linalg.norm(made.astype(np.float64)) == pytest.approx(1, abs=1e-3)
     assert (np.sign(made) * np.sign(vector) >= 0).all()
+
+
+@pytest.mark.parametrize(
+    ("ids", "aborted"),
+    [(["x"], ["x"]), (["x#1", "x"], ["x#1", "x"]), (["x#0"], ["x#0"]), (None, ["x"])],
+)
+async def test_a_call_is_aborted_by_the_id_its_client_gave(
+    ids: list[str] | None, aborted: list[str]
+) -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        embedder = Embedder(bench.door, front_end())
+        request = EmbedRequest(tokens=tokens(*([number] for number in range(40))), request_id="x")
+        call = asyncio.create_task(embedder.embed(request, arrival_ns=0, deadline_ns=None))
+        await eventually(lambda: bench.engine.num_live == 32)
+        assert bench.door.abort("other", ids) == ([], ids or [])
+        assert bench.door.abort("", ids) == (aborted, [])
+        async with asyncio.timeout(10):
+            with pytest.raises(AbortedError):
+                await call
+        bench.group.answer()
+        await eventually(bench.holds_nothing)
+
+
+async def test_aborting_everyone_names_each_call_once() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        embedder = Embedder(bench.door, front_end())
+        request = EmbedRequest(tokens=tokens([1], [2], [3]), request_id="x")
+        call = asyncio.create_task(embedder.embed(request, arrival_ns=0, deadline_ns=None))
+        await eventually(lambda: bench.engine.num_live == 3)
+        assert bench.engine.abort_everyone() == ["x"]
+        async with asyncio.timeout(10):
+            with pytest.raises(AbortedError):
+                await call

@@ -7,7 +7,7 @@ import pytest
 from structlog.testing import capture_logs
 
 from engine_bench import NUM_BLOCKS, Bench, running
-from engine_door_use import ask, read, submission, until
+from engine_door_use import ask, read, read_all, submission, until
 from fake_group import no_tokens
 from fake_worker import generate_alone
 from scheduler_svc.core.errors import (
@@ -15,12 +15,15 @@ from scheduler_svc.core.errors import (
     DuplicateRequestError,
     HopelessDeadlineError,
     InvariantError,
+    NeverFitsError,
     QueueFullError,
     UnavailableError,
 )
 from scheduler_svc.core.miss_reason import MissReason
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.step_pace import StepPace
+from scheduler_svc.core.step_plan import StepPlan
+from scheduler_svc.service.engine_door import EngineDoor, Submission
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -158,6 +161,47 @@ async def test_a_request_queued_before_the_worker_came_is_served() -> None:
         assert await asking == generate_alone([1, 2], 6, frozenset())
 
 
+async def read_whole(door: EngineDoor, asked: Submission) -> None:
+    async with door.open(asked) as stream:
+        await read_all(stream)
+
+
+@pytest.mark.parametrize("num_sequences", [1, 2])
+async def test_what_can_never_fit_is_refused_alike_before_and_after_the_worker_came(
+    num_sequences: int,
+) -> None:
+    bench = Bench()
+
+    async def refusal() -> str:
+        big = submission("big", [1] * 20, 8, num_sequences=num_sequences)
+        with pytest.raises(NeverFitsError, match="need 27 slots") as caught:
+            await read_whole(bench.door, big)
+        return f"{caught.value.field}: {caught.value}"
+
+    async with running(bench, join=False):
+        before = asyncio.create_task(refusal())
+        await until(lambda: bench.scheduler.num_waiting > 0)
+        bench.group.join(4)
+        assert await before == await refusal()
+        assert bench.holds_nothing()
+
+
+async def test_what_a_smaller_pool_holds_no_more_keeps_what_it_has() -> None:
+    async with running(Bench()) as bench:
+        bench.group.eager = False
+        async with bench.door.open(submission("big", [1] * 20, 8)) as stream:
+            for _ in range(4):
+                await until(lambda: bool(bench.group.plans))
+                bench.group.answer()
+            bench.group.leave()
+            bench.group.join(4)
+            tokens, finish, _ = await read(stream)
+        assert tokens == generate_alone([1] * 20, 8, frozenset())[: len(tokens)]
+        assert len(tokens) > 0
+        assert finish.reason is FinishReason.ERROR
+        assert "need 27 slots" in finish.error
+
+
 @pytest.mark.parametrize("kept_cache", [True, False])
 async def test_a_lost_worker_costs_no_token_and_repeats_none(*, kept_cache: bool) -> None:
     async with running(Bench()) as bench:
@@ -186,9 +230,8 @@ async def test_a_smaller_pool_ends_only_what_no_longer_fits() -> None:
             bench.group.leave()
             bench.group.eager = True
             bench.group.join(4)
-            _, finish, _ = await read(large)
-            assert finish.reason is FinishReason.ERROR
-            assert "the whole pool has 16" in finish.error
+            with pytest.raises(NeverFitsError, match="the whole pool has 16"):
+                await read(large)
             assert await small == generate_alone([2], 5, frozenset())
 
 
@@ -323,6 +366,27 @@ async def test_a_contradiction_met_at_the_door_ends_the_loop(
     async with asyncio.timeout(10):
         with pytest.raises(InvariantError):
             await loop
+
+
+@pytest.mark.parametrize("kind", [InvariantError, IndexError, RuntimeError, MemoryError])
+async def test_whatever_ends_the_loop_leaves_the_state_in_the_log(
+    kind: type[Exception], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def break_down(_now_ns: int) -> StepPlan | None:
+        raise kind("planted")
+
+    bench = Bench()
+    loop = asyncio.create_task(bench.engine.run())
+    bench.group.join(NUM_BLOCKS)
+    await until(lambda: bench.scheduler.pool is not None)
+    monkeypatch.setattr(bench.scheduler, "schedule", break_down)
+    async with bench.door.open(submission("victim", [1])):
+        async with asyncio.timeout(10):
+            with pytest.raises(kind, match="planted"):
+                await loop
+    told = capsys.readouterr().out
+    assert f"pool: {NUM_BLOCKS} blocks" in told
+    assert "'victim'" in told
 
 
 async def test_work_that_cannot_start_in_time_is_refused_at_once() -> None:

@@ -11,6 +11,7 @@ from fake_ranks import PORT, alive, meet, working_ranks
 from fake_worker import generate_alone
 from fake_worker_process import Connection, dialled, hello, model_facts, refusal
 from pagemill.v1 import worker_pb2
+from scheduler_svc.core.errors import AdapterLoadError
 from worker_listener import NUM_BLOCKS, PROMPT, WorkerListener, fake_worker, listening
 
 
@@ -232,3 +233,44 @@ async def test_the_leader_is_asked_to_leave_before_the_others() -> None:
         async with asyncio.timeout(10):
             await listener.group.stop()
     assert left == [0, 1]
+
+
+async def test_a_change_of_an_adapter_says_behind_which_plan_it_stands_to_every_rank() -> None:
+    """Plans reach the others by way of rank 0, changes do not."""
+    async with (
+        listening(tensor_parallel_size=2) as listener,
+        working_ranks(listener.address, fake_worker(), (1, 2)) as ranks,
+    ):
+        await until(listener.ready)
+        assert await ask(listener.engine, "r", PROMPT, 20) == tokens(20)
+        loading = asyncio.create_task(listener.adapters.load("poet", "poets/one"))
+        await until(lambda: all(rank.changes for rank in ranks))
+        ((num_plans, change),) = ranks[0].changes
+        assert num_plans >= 20
+        assert ranks[1].changes == [(0, change)]
+        assert change.num_plans_before == num_plans
+        for rank in ranks:
+            answer = worker_pb2.AdapterAnswer(number=change.number, generation=5)
+            await rank.send(adapter=answer)
+        assert await loading == 5
+
+
+async def test_an_adapter_that_one_rank_cannot_load_is_dropped_by_all() -> None:
+    async with (
+        listening(tensor_parallel_size=2) as listener,
+        working_ranks(listener.address, fake_worker(), (1, 2)) as ranks,
+    ):
+        await until(listener.ready)
+        loading = asyncio.create_task(listener.adapters.load("poet", "poets/one"))
+        await until(lambda: all(rank.changes for rank in ranks))
+        number = ranks[0].changes[0][1].number
+        await ranks[0].send(adapter=worker_pb2.AdapterAnswer(number=number, generation=5))
+        await ranks[1].send(adapter=worker_pb2.AdapterAnswer(number=number, error="no such file"))
+        with pytest.raises(AdapterLoadError, match="no such file"):
+            await loading
+        await until(lambda: all(len(rank.changes) == 2 for rank in ranks))
+        assert [(rank.changes[1][1].adapter, rank.changes[1][1].path) for rank in ranks] == [
+            (1, "")
+        ] * 2
+        assert listener.adapters.loaded() == ()
+        assert await ask(listener.engine, "r", PROMPT, 20) == tokens(20)

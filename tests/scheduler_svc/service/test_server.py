@@ -263,6 +263,15 @@ async def test_a_missing_model_is_one_line_and_status_2(tmp_path: Path) -> None:
     assert "nowhere" in stderr
 
 
+async def test_a_model_that_no_worker_runs_is_named_in_one_line(tmp_path: Path) -> None:
+    config = {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2", "n_positions": 1024}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    listen = ("--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0")
+    status, stdout, stderr = await finished(str(tmp_path), *listen)
+    assert (status, stdout, stderr.count("\n")) == (2, "", 1)
+    assert "architectures is GPT2LMHeadModel, which is not supported; known: Llama" in stderr
+
+
 FAILING = """
 import sys
 from scheduler_svc.__main__ import main

@@ -28,7 +28,7 @@ async def test_the_ack_gives_place_device_and_bounds() -> None:
     assert (ack.group, ack.rank, ack.world_size) == (0, 0, 1)
     assert (ack.device_uuid, ack.block_size, ack.max_num_seqs) == ("ff", BLOCK_SIZE, 4)
     assert (ack.max_num_batched_tokens, ack.max_model_len, ack.pipeline_depth) == (16, 128, 2)
-    assert (ack.heartbeat_s, ack.num_blocks_override) == (2.5, 0)
+    assert (ack.heartbeat_s, ack.num_blocks_override, ack.max_adapters) == (2.5, 0, 2)
     assert (state.number, state.ready, state.epoch, state.num_blocks) == (0, True, 1, NUM_BLOCKS)
     assert state.fingerprint == "f00d"
     worker = state.workers[0]

@@ -61,6 +61,9 @@ class Owner:
     def adapter_answered(self, link: WorkerLink, answer: worker_pb2.AdapterAnswer) -> None:
         pass
 
+    def num_plans_sent(self) -> int:
+        return 0
+
     def worker_gone(self, link: WorkerLink, reason: str) -> None:
         self.gone.append(reason)
 

@@ -56,7 +56,7 @@ def test_layers_hold_the_values_of_the_file(name: str, tmp_path: Path) -> None:
         qkv = torch.cat([weights[f"{base}.self_attn.{part}_proj.weight"] for part in "qkv"])
         for linear, weight in (
             (layer.qkv, qkv),
-            (layer.down, weights[f"{base}.mlp.down_proj.weight"]),
+            (layer.mlp.down, weights[f"{base}.mlp.down_proj.weight"]),
         ):
             # 1 alone in its row stays 1 when rows are rounded to 8 bits.
             found = linear(torch.eye(weight.shape[1])).T

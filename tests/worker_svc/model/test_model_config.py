@@ -88,6 +88,24 @@ def test_an_unknown_architecture_is_refused_with_the_known_ones() -> None:
 
 
 @pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "architectures is '', which is not supported; known: Llama"),
+        ({"architectures": []}, "architectures is '', which is not supported; known: Llama"),
+        (
+            {"model_type": "gpt2"},
+            "architectures is missing, model_type is 'gpt2', which is not supported; known: Llama",
+        ),
+    ],
+)
+def test_a_config_without_architectures_is_refused_with_the_known_ones(
+    config: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ModelError, match=message):
+        config_from_hf(config)
+
+
+@pytest.mark.parametrize(
     ("change", "message"),
     [
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'.*known: silu"),

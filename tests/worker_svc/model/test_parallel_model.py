@@ -38,7 +38,7 @@ def test_logits_are_those_of_the_whole_model(name: str, world_size: int, tmp_pat
     assert torch.equal(found.argmax(-1), whole.argmax(-1))
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3 with biases", "mixtral"])
+@pytest.mark.parametrize("name", ["llama", "qwen2", "qwen3 with biases", "gemma3", "mixtral"])
 def test_native_layers_take_uneven_parts(name: str, tmp_path: Path) -> None:
     write_family(name, tmp_path)
     whole = all_logits(load_model(tmp_path, torch.float32, CPU, NativeOperations()).model, PROMPT)

@@ -105,6 +105,8 @@ def _change(directory: Path, name: str, tensor: torch.Tensor | None) -> None:
         (f"{Q}.lora_A.weight", None, "q_proj has only lora_B"),
         (f"{Q}.lora_A.weight", torch.ones(4, 63), r"is \[4, 63\].* must be \[4, 64\]"),
         (f"{Q}.lora_A.weight", torch.ones(4, 64, dtype=torch.int8), "of floats"),
+        (f"{Q}.lora_A.weight", torch.ones(4, 64).to(torch.float8_e4m3fn), "of floats of 16 bits"),
+        (f"{Q}.lora_A.weight", torch.full((4, 64), 1e39, dtype=torch.float64), "not finite in fl"),
         (f"{Q}.lora_A.weight", torch.full((4, 64), torch.inf), "not finite"),
         (f"{Q}.lora_magnitude_vector", torch.ones(64), "lora_magnitude_vector is not served"),
         (
@@ -182,3 +184,31 @@ def test_case_j05_a_file_that_is_a_link_out_is_not_read(
 def test_without_a_directory_of_adapters_nothing_is_loaded() -> None:
     with pytest.raises(AdapterError, match="adapter_dir of the worker is not set"):
         find_directory("", "a")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_what_is_no_file_is_not_waited_for(
+    tmp_path: Path, targets: dict[str, AdapterTarget], name: str
+) -> None:
+    directory = write_adapter(tmp_path / "a")
+    (directory / name).unlink()
+    os.mkfifo(directory / name)
+    with pytest.raises(AdapterError, match=f"{name} is no file"):
+        read_checkpoint(directory, targets, 64)
+
+
+def test_brackets_without_end_are_no_json(
+    tmp_path: Path, targets: dict[str, AdapterTarget]
+) -> None:
+    directory = write_adapter(tmp_path)
+    (directory / "adapter_config.json").write_text("[" * 200_000)
+    with pytest.raises(AdapterError, match=r"adapter_config\.json is no JSON"):
+        read_checkpoint(directory, targets, 64)
+
+
+def test_a_scale_beyond_floats_is_refused(
+    tmp_path: Path, targets: dict[str, AdapterTarget]
+) -> None:
+    directory = write_adapter(tmp_path, alpha=1e300)
+    with pytest.raises(AdapterError, match=r"not finite in float32, scaled by 2.5e\+299"):
+        read_checkpoint(directory, targets, 64)

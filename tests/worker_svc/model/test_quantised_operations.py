@@ -10,6 +10,7 @@ import torch
 from gguf import GGMLQuantizationType as Kind
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from kernels.activation import Activation
 from kernels.native_linear import HasNativeLinear
 from kernels.quantised_linear import quantise
 from paged_logits import all_logits
@@ -79,7 +80,7 @@ def test_every_layer_can_be_called_by_native_code(bits: int) -> None:
     weight = torch.randn(64, 96)
     linears: list[object] = [
         operations.linear(weight, None),
-        operations.gated_linear(weight, None),
+        operations.gated_linear(weight, None, Activation.SILU),
     ]
     for linear in linears:
         assert isinstance(linear, HasNativeLinear)

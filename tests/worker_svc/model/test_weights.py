@@ -50,7 +50,7 @@ def test_projections_are_fused_in_order(tmp_path: Path) -> None:
     rows = [HEADS * 16, KV_HEADS * 16, KV_HEADS * 16]
     for part, piece in zip("qkv", torch.split(matrix(layer.qkv), rows), strict=True):
         assert torch.equal(piece, expected[f"{name}.self_attn.{part}_proj.weight"])
-    for part, piece in zip(("gate", "up"), torch.chunk(matrix(layer.gate_up), 2), strict=True):
+    for part, piece in zip(("gate", "up"), torch.chunk(matrix(layer.mlp.gate_up), 2), strict=True):
         assert torch.equal(piece, expected[f"{name}.mlp.{part}_proj.weight"])
 
 
@@ -72,7 +72,7 @@ def test_shards_give_the_same_model_as_one_file(tmp_path: Path) -> None:
     assert torch.equal(matrix(one._lm_head), matrix(many._lm_head))
     for left, right in zip(one._layers, many._layers, strict=True):
         assert torch.equal(matrix(left.qkv), matrix(right.qkv))
-        assert torch.equal(matrix(left.down), matrix(right.down))
+        assert torch.equal(matrix(left.mlp.down), matrix(right.mlp.down))
 
 
 def drop(tensors: Tensors) -> None:

@@ -67,8 +67,18 @@ def test_memory_is_taken_when_it_is_touched(tmp_path: Path) -> None:
     assert int(touched) > 1 << 27
 
 
-def test_blocks_are_copied_in_every_layer(config: ModelConfig) -> None:
-    cache = KVCache(config, 5, 4, torch.float32, CPU)
+def test_a_cache_in_lanes_takes_as_many_bytes(config: ModelConfig) -> None:
+    cache = KVCache(config, 7, 32, torch.bfloat16, CPU, in_lanes=True)
+    assert cache.layers[0].k.shape == (8, 2, 2, 8, 16, 2)
+    assert cache.layers[0].v.shape == (8, 2, 32, 16)
+    num_bytes = sum(tensor.nbytes for layer in cache.layers for tensor in layer[:2])
+    assert num_bytes == 8 * block_bytes(config, 32, torch.bfloat16)
+    assert KVCache(config, 7, 4, torch.bfloat16, CPU, in_lanes=True).layers[0].k.dim() == 4
+
+
+@pytest.mark.parametrize("block_size", [4, 16])
+def test_blocks_are_copied_in_every_layer(config: ModelConfig, block_size: int) -> None:
+    cache = KVCache(config, 5, block_size, torch.float32, CPU, in_lanes=True)
     before = []
     for layer in cache.layers:
         for tensor in layer[:2]:

@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import cpu_threads
+from kernels.cache_layout import to_rows
 from kernels.cpu_build import native_code
 from plan_driver import PlanDriver, Sequence, int32, make_plan
 from tiny_llama import VOCAB, write_tiny_llama
@@ -65,7 +66,7 @@ def kind(request: pytest.FixtureRequest, directory: Path) -> Kind:
 
 def stored(runner: ModelRunner, blocks: list[int], count: int) -> torch.Tensor:
     """Return the bytes of a sequence's keys and values. Shape: [layers * 2, count, G, D]."""
-    tensors = [cache for layer in runner.kv_cache.layers for cache in (layer.k, layer.v)]
+    tensors = [cache for layer in runner.kv_cache.layers for cache in to_rows(layer.k, layer.v)]
     return torch.stack(
         [cache.view(torch.uint8)[blocks].flatten(0, 1)[:count].clone() for cache in tensors]
     )

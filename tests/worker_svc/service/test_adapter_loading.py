@@ -3,13 +3,11 @@
 import sys
 from pathlib import Path
 
-import pytest
-
 from fake_model_host import FakeHost, running_worker
 from pagemill.v1 import worker_pb2
 from scripted_scheduler import Connection, ScriptedScheduler
+from tiny_adapter import write_adapter
 from tiny_llama import write_tiny_llama
-from worker_svc.errors import ConfigError
 from worker_svc.model.other_ranks import NoOtherRanks
 from worker_svc.model.shard import Shard
 from worker_svc.service.local_adapters import AdapterSettings
@@ -114,13 +112,16 @@ def test_a_bug_of_ours_is_answered_as_well() -> None:
         assert error == "ZeroDivisionError: division by zero"
 
 
-class SecondOfTwo(NoOtherRanks):
-    """A rank that is never loaded."""
+class OneOfTwo(NoOtherRanks):
+    """A rank that is loaded, and never runs."""
 
-    shard = Shard(1, 2)
+    def __init__(self, rank: int) -> None:
+        self.shard = Shard(rank, 2)
 
 
-def test_adapters_and_tensor_parallelism_are_refused_together(tmp_path: Path) -> None:
+def test_another_part_of_the_model_forgets_the_adapters_of_the_one_before(tmp_path: Path) -> None:
+    """What is read for the old part when the new one has come is not taken either."""
+    write_adapter(tmp_path / "adapters" / "poet")
     settings = LocalSettings(
         model_path=str(write_tiny_llama(tmp_path)),
         device="cpu",
@@ -130,8 +131,17 @@ def test_adapters_and_tensor_parallelism_are_refused_together(tmp_path: Path) ->
         kv_cache_memory_bytes=None,
         gpu_memory_utilization=0.92,
         num_gpu_blocks_override=None,
-        adapters=AdapterSettings("somewhere"),
+        adapters=AdapterSettings(str(tmp_path / "adapters")),
     )
     model = LocalModel(settings, make_logger(sys.stderr, "text", "info"))
-    with pytest.raises(ConfigError, match=r"adapter_dir is 'somewhere'.*tensor_parallel_size.* 2$"):
-        model.load(SecondOfTwo())
+    model.load(OneOfTwo(0))
+    old = model.adapters.read("poet")
+    model.adapters.publish(1, old)
+    assert model.adapters.generation(1) == old.generation
+    model.load(OneOfTwo(1))
+    assert model.adapters.generation(1) == 0
+    model.adapters.publish(1, old)
+    assert model.adapters.generation(1) == 0
+    new = model.adapters.read("poet")
+    model.adapters.publish(1, new)
+    assert model.adapters.generation(1) == old.generation == new.generation

@@ -2,13 +2,17 @@
 
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 
 from fake_model_host import FakeHost, running_worker
 from scripted_scheduler import DEADLINE_S, Connection, ScriptedScheduler, admitted
 from worker_svc.runtime.step_plan import StepPlan
+from worker_svc.service import launch_loop
 from worker_svc.service.exit_status import ExitStatus
 
 
@@ -141,3 +145,58 @@ def test_an_adapter_is_answered_while_steps_run() -> None:
         assert (answer.number, answer.generation, answer.error) == (1, 77, "")
         device.let_run(1)
         assert connection.hear("result").step_id == 0
+
+
+class _Hung:
+    """A runner whose steps do not end until the test is over."""
+
+    def __init__(self) -> None:
+        self.over = threading.Event()
+
+    def collect(self, _launched: object) -> None:
+        assert self.over.wait(DEADLINE_S)
+        raise RuntimeError("over")
+
+
+@pytest.fixture
+def hung(monkeypatch: pytest.MonkeyPatch) -> Iterator[_Hung]:
+    monkeypatch.setattr(launch_loop, "LAST_STEPS_DEADLINE_S", 0.01)
+    runner = _Hung()
+    yield runner
+    runner.over.set()
+
+
+@contextmanager
+def answering(runner: _Hung, num_steps: int) -> Iterator[Any]:
+    """Yield what answers, with so many steps under way."""
+    answers: Any = launch_loop._Answers(cast("Any", runner), Mock(), Mock(), Mock())
+    with answers:
+        for _ in range(num_steps):
+            answers._steps.put(Mock(spec=launch_loop._Step), timeout=DEADLINE_S)
+        yield answers
+
+
+ONE_AND_ALL = (1, launch_loop.STEPS_UNDER_WAY + 1)
+
+
+@pytest.mark.parametrize("num_steps", ONE_AND_ALL)
+def test_a_device_that_hangs_hides_no_error_that_came_before(hung: _Hung, num_steps: int) -> None:
+    with pytest.raises(ZeroDivisionError), answering(hung, num_steps):
+        raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("num_steps", ONE_AND_ALL)
+def test_a_loop_with_a_step_that_hangs_ends_in_no_good_order(hung: _Hung, num_steps: int) -> None:
+    with (
+        pytest.raises(launch_loop.HungStepError, match=r"not ended for 0\.01 s"),
+        answering(hung, num_steps),
+    ):
+        pass
+
+
+def test_a_device_that_takes_no_more_steps_is_named(hung: _Hung) -> None:
+    with (
+        pytest.raises(launch_loop.HungStepError, match=r"not ended for 0\.01 s"),
+        answering(hung, launch_loop.STEPS_UNDER_WAY + 1) as answers,
+    ):
+        answers.expect(Mock(spec=launch_loop._Step))

@@ -39,6 +39,16 @@ def test_all_ranks_get_rank_0s_tokens_and_the_smallest_number() -> None:
     assert on_all_ranks(3, run) == [([10, -1], 98)] * 3
 
 
+def test_the_largest_values_are_found_place_by_place_and_the_ranks_own_stay() -> None:
+    def run(group: ProcessGroup) -> tuple[list[float], list[float]]:
+        rank = float(group.shard.rank)
+        own = torch.tensor([rank, -rank, float("inf") if rank == 1 else 0.0])
+        return group.largest(own).tolist(), own[:2].tolist()
+
+    largest = [2.0, 0.0, float("inf")]
+    assert on_all_ranks(3, run) == [(largest, [rank, -rank]) for rank in (0.0, 1.0, 2.0)]
+
+
 def test_apart_nothing_is_exchanged() -> None:
     group = ProcessGroup(Shard(0, 2), "cpu")
     part = torch.ones(4)

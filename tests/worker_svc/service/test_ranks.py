@@ -86,6 +86,34 @@ def test_after_a_loss_both_come_back_with_their_ranks_caches_and_boot_ids(pair: 
     connections[0].plan(0)
     connections[0].hear("result")
     assert [(host.num_loads, len(host.runners)) for host in pair.hosts] == [(1, 1)] * 2
+    # Each time, since either may be new.
+    assert [host.num_agreements for host in pair.hosts] == [2, 2]
+
+
+def test_a_drop_that_comes_before_a_plan_waits_for_it(pair: Pair) -> None:
+    """Rank 1 gets changes from the scheduler, and plans from rank 0, which may take longer."""
+    for host in pair.hosts:
+        host.adapters.generations = {"poet": 77, "cook": 78}
+    connections, _ = pair.place()
+    pair.meet(connections)
+    for connection in connections:
+        connection.adapter(adapter=1, path="poet", number=1)
+        assert connection.hear("adapter").generation == 77
+    follower = next(host for host in pair.hosts if _shard(host).rank == 1)
+    loaded_then: list[set[int]] = []
+    follower.on_step = lambda _plan: loaded_then.append(set(follower.adapters.loaded))
+    connections[1].adapter(adapter=1, number=2, num_plans_before=1)
+    connections[1].adapter(adapter=1, path="cook", number=3, num_plans_before=1)
+    # By then both changes have come.
+    connections[1].adapter(adapter=2, path="cook", number=4, num_plans_before=1)
+    connections[1].hear_heartbeat(worker_pb2.WORKER_PHASE_IDLE)
+    connections[1].hear_heartbeat(worker_pb2.WORKER_PHASE_IDLE)
+    assert follower.adapters.generation(1) == 77
+    connections[0].plan(0)
+    assert connections[0].hear("result").step_id == 0
+    assert [connections[1].hear("adapter").number for _ in range(2)] == [3, 4]
+    assert loaded_then == [{1}]
+    assert [follower.adapters.generation(slot) for slot in (1, 2)] == [78, 78]
 
 
 def test_another_rank_needs_another_part_and_another_cache(pair: Pair) -> None:

@@ -26,7 +26,7 @@ def test_a_worker_says_who_it_is_and_what_it_has_room_for() -> None:
         running_worker(host, scheduler.address, secret="open sesame"),
     ):
         connection = scheduler.accept()
-        hello = connection.acknowledge(num_blocks_override=17)
+        hello = connection.acknowledge(num_blocks_override=17, max_adapters=6)
         assert hello.protocol_version == 1
         assert hello.boot_id != 0
         assert hello.join_secret == "open sesame"
@@ -37,7 +37,7 @@ def test_a_worker_says_who_it_is_and_what_it_has_room_for() -> None:
         assert (ready.weight_bytes, ready.load_s) == (1 << 20, 0.5)
     (limits,) = host.limits
     assert (limits.block_size, limits.max_num_seqs, limits.max_model_len) == (4, 8, 64)
-    assert limits.max_num_batched_tokens == 64
+    assert (limits.max_num_batched_tokens, limits.max_adapters) == (64, 6)
 
 
 def test_plans_are_answered_in_order_and_in_one_thread() -> None:
