@@ -37,15 +37,17 @@ import triton  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
-from kernels import reference_layers  # noqa: E402
+from kernels import reference_layers, reference_quantised  # noqa: E402
 from kernels.cache_addresses import CacheAddresses  # noqa: E402
 from kernels.checks import Scales  # noqa: E402
 from kernels.copy_blocks import copy_blocks  # noqa: E402
 from kernels.gather_blocks import gather_blocks  # noqa: E402
+from kernels.kept_weight import BITS, Form, KeptWeight  # noqa: E402
 from kernels.multi_lora import adapter_runs, multi_lora  # noqa: E402
 from kernels.paged_attention_classic import paged_attention_classic  # noqa: E402
 from kernels.paged_decode import paged_decode  # noqa: E402
 from kernels.paged_prefill import paged_prefill  # noqa: E402
+from kernels.quantised_matmul import quantised_matmul  # noqa: E402
 from kernels.reference_attention import attention, quantise  # noqa: E402
 from kernels.reference_sample import noisy_scores  # noqa: E402
 from kernels.rms_norm import rms_norm  # noqa: E402
@@ -292,6 +294,12 @@ def values_of_layers(run: Run) -> None:
     )
     multi_lora(x, a, b.to(BF16), scale, runs, y)
     expect("multi_lora", y, reference_layers.multi_lora(x, a, b.to(BF16), scale, runs), 1e-2)
+    for form in BITS:
+        weight = kept_weight(form, sized(2048, 40), sized(4096, 256), group=128)
+        for rows in (1, sized(200, 19)):
+            x = torch.randn(rows, weight.num_inputs, device=DEVICE).to(BF16)
+            exact = reference_quantised.quantised_matmul(x, weight)
+            expect(f"quantised_matmul {form} of {rows}", quantised_matmul(x, weight), exact, 1e-2)
     rows, vocabulary = sized(16, 3), sized(128256, 500)
     params = columns(rows, top_k=50, top_p=0.9)
     logits = torch.randn(rows, vocabulary, device=DEVICE) * 4
@@ -480,6 +488,48 @@ def layers(run: Run) -> None:
         run.memory("sample", f"{rows} x {V}, top_k {top_k}, top_p {top_p}", seconds, rows * V * 4)
 
 
+def kept_weight(form: Form, rows: int, columns: int, group: int) -> KeptWeight:
+    """Return random weights in words; of e4m3, none is NaN."""
+    words = torch.randint(
+        -(1 << 31), 1 << 31, (columns // 128, rows, BITS[form] * 4), dtype=torch.int32,
+        device=DEVICE,
+    )  # fmt: skip
+    if form == "e4m3":
+        words &= 0x77777777
+    scales = torch.rand(max(1, columns // group if group else 1), rows, device=DEVICE).half()
+    zero = 0 if form == "e4m3" else 8 if form == "int4" else 128
+    zeros = None
+    if form == "int4" and group:
+        # AWQ's kind: each group has its own.
+        zeros = torch.randint(0, 16, scales.shape, dtype=torch.uint8, device=DEVICE)
+    return KeptWeight(form, columns, 128, group, words, scales, zeros, zero)
+
+
+def quantised(run: Run) -> None:
+    """Products of few and of many tokens with weights of few bits, beside bf16's."""
+    rows, columns, many = sized(28672, 48), sized(4096, 256), sized(4096, 20)
+    copies = sized(4, 1)
+    plain = [torch.randn(rows, columns, device=DEVICE).to(BF16) for _ in range(copies)]
+    for tokens in (1, sized(16, 3), many):
+        x = torch.randn(tokens, columns, device=DEVICE).to(BF16)
+        bf16 = timed(*(partial(functional.linear, x, weight) for weight in plain))
+        for form, group, goal in (
+            ("int4", 128, ">= 2"),
+            ("int8", 0, ">= 1.6"),
+            ("e4m3", 0, ">= 1.6"),
+        ):
+            weights = [kept_weight(form, rows, columns, group) for _ in range(copies)]
+            seconds = timed(*(partial(quantised_matmul, x, weight) for weight in weights))
+            case = f"{form}, {tokens} x {columns} to {rows}"
+            if tokens == many:
+                flops = 2 * tokens * rows * columns
+                run.matrix("quantised_matmul", case, seconds, flops, ">= 0.50")
+            else:
+                run.memory("quantised_matmul", case, seconds, weights[0].num_bytes, ">= 0.60")
+                case = f"{form} / bf16 at {tokens}"
+                run.ratio("quantised_matmul", case, seconds, bf16 / seconds, "speed of bf16", goal)
+
+
 def blocks(run: Run) -> None:
     """Block moves over all layers."""
     layers_, count = sized(32, 2), sized(256, 2)
@@ -507,6 +557,7 @@ SECTIONS: tuple[tuple[str, Callable[[Run], None]], ...] = (
     ("cascade", cascade),
     ("classic", classic),
     ("layers", layers),
+    ("quantised", quantised),
     ("blocks", blocks),
 )
 

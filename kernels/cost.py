@@ -6,6 +6,8 @@ A test counts the interpreter's loads and stores and finds these numbers exactly
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from kernels.tuned import MatmulTile
+
 
 @dataclass(frozen=True, slots=True)
 class Heads:
@@ -80,3 +82,18 @@ def cascade_kv_bytes(
     group = heads.num_heads // heads.num_kv_heads
     tiles = -(-num_requests * group // rows)
     return (tiles * prefix + own_tokens) * heads.kv_bytes
+
+
+def quantised_matmul_bytes(
+    num_tokens: int, num_outputs: int, num_inputs: int, itemsize: int, weight_bytes: int,
+    tile: MatmulTile,
+) -> int:  # fmt: skip
+    """Return what `quantised_matmul` touches.
+
+    Each tile of tokens reads the weight, each tile of outputs reads x; parts of a sum are written
+    and read once. Where all inputs share a scale, each split reads it: that is left out.
+    """
+    weight = -(-num_tokens // tile.rows) * weight_bytes
+    x = -(-num_outputs // tile.columns) * num_tokens * num_inputs * itemsize
+    parts = 0 if tile.splits == 1 else 2 * tile.splits * num_tokens * num_outputs * 4
+    return weight + x + parts + num_tokens * num_outputs * itemsize

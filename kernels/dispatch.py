@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels import checks, cost
+from kernels import checks, cost, kept_weight
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +136,32 @@ def choose(
         rejected.append((backend.name, reason))
     reasons = "; ".join(f"{name}: {reason}" for name, reason in rejected)
     raise ValueError(f"no attention backend serves: {reasons}")
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCase:
+    """A matrix of few bits that a GPU is to multiply."""
+
+    target: str
+    """As in `Case`."""
+
+    group: int | None
+    """Inputs in a row that share a scale, as `kept_weight.group_of` says."""
+
+    same_order: bool = True
+    """Whether matrices above one another have their inputs in the same order."""
+
+
+def why_not_kept(case: WeightCase) -> str | None:
+    """Return why `quantised_matmul` does not serve, so that weights are dequantised, or None."""
+    if case.target.startswith("sm_") and int(case.target[3:]) < 80:
+        return f"the GPU is {case.target}, quantised_matmul needs sm_80"
+    if not case.same_order:
+        return "matrices of one layer have their inputs in different orders"
+    if case.group is None:
+        least = kept_weight.GROUPS[-1]
+        return f"inputs that share a scale are not in whole groups of {least} or more"
+    return None
 
 
 # What `shared_prefix` must save to pay for its third launch, and for rows that wait for each other.

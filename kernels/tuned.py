@@ -162,3 +162,54 @@ def tile_of(
             if tile is not None and dim >= head_dim and itemsize >= wanted:
                 return tile
     return _FALLBACK
+
+
+@dataclass(frozen=True, slots=True)
+class MatmulTile:
+    """The shape of one program of `quantised_matmul`."""
+
+    rows: int
+    """Tokens. A power of two."""
+
+    columns: int
+    """Outputs. A power of two."""
+
+    splits: int
+    """Programs that share one long sum."""
+
+    num_warps: int
+    num_stages: int
+
+
+_PROGRAMS_PER_PROCESSOR: Final = 2
+_PANELS_PER_SPLIT: Final = 4
+"""Fewer would end before the pipeline is full."""
+
+_MOST_SPLITS: Final = 16
+
+
+def matmul_tile(
+    target: Target, num_tokens: int, num_outputs: int, num_panels: int, group: int, *,
+    bits: int, dtype: torch.dtype,
+) -> MatmulTile:  # fmt: skip
+    """Return the tile of `quantised_matmul`, of a weight of `num_panels` panels of inputs.
+
+    By the compiler's report and by arithmetic: never timed. Up to 16 tokens only bytes count: on
+    an H200 two programs with two or three tiles of 8 or 16 KiB in flight are above the 29 KiB
+    that a multiprocessor needs. Sums are split while there are fewer programs than that.
+    """
+    if target.interpreted:
+        # Small, so that tests see several tiles and splits.
+        return MatmulTile(16, 16, min(2, num_panels), 4, 1)
+    is_wide = dtype == torch.float32
+    # With small groups a second sum is alive beside the first. For sm_100, Triton 3.7.1 makes
+    # an empty kernel of 128 tokens and 4 bits.
+    is_narrow = 0 < group < 128 or (bits == 4 and target.name == "sm_100")
+    most = 32 if is_wide else 64 if is_narrow else 128
+    rows = min(most, max(16, 1 << (num_tokens - 1).bit_length()))
+    columns = 64 if is_wide else 128
+    tiles = -(-num_tokens // rows) * -(-num_outputs // columns)
+    wanted = -(-_PROGRAMS_PER_PROCESSOR * target.num_processors // tiles)
+    splits = max(1, min(wanted, num_panels // _PANELS_PER_SPLIT, _MOST_SPLITS))
+    stages = 2 if target.name.startswith("gfx") else 3 if bits == 8 or rows > 64 else 4
+    return MatmulTile(rows, columns, splits, 8 if rows > 32 else 4, stages)

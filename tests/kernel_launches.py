@@ -1,5 +1,7 @@
 """One launch of each kernel at the shapes of a real model, and which of them are built where."""
 
+from collections.abc import Sequence
+
 import torch
 
 from compile_kernels import Build
@@ -7,11 +9,13 @@ from kernels.cache_addresses import CacheAddresses
 from kernels.checks import FP8, Scales
 from kernels.copy_blocks import copy_blocks
 from kernels.gather_blocks import gather_blocks
+from kernels.kept_weight import BITS, lay_out
 from kernels.merge_splits import merge_splits
 from kernels.multi_lora import adapter_runs, multi_lora
 from kernels.paged_attention_classic import paged_attention_classic
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
+from kernels.quantised_matmul import quantised_matmul
 from kernels.reference_layers import to_classic
 from kernels.rms_norm import rms_norm
 from kernels.rotary import Store, rotary
@@ -35,6 +39,9 @@ ATTENTION = ("paged_decode", "paged_prefill", "shared_prefix")
 
 def launch(build: Build) -> None:
     """Call the wrapper of the build's kernel."""
+    if build.kernel == "quantised_matmul":
+        _launch_matmul(build)
+        return
     dtype, kv_dtype = DTYPES[build.dtype], DTYPES[build.kv_dtype]
     D, S = build.head_dim, build.block_size
     q, kv = torch.zeros(R, H, D, dtype=dtype), torch.zeros(R, G, D, dtype=dtype)
@@ -76,6 +83,20 @@ def launch(build: Build) -> None:
         _launch_block_move(build.kernel, [k_cache, v_cache])
 
 
+def _launch_matmul(build: Build) -> None:
+    """Of `head_dim` tokens; `kv_dtype` is the weight's form, `block_size` its groups."""
+    form = next(form for form in BITS if form == build.kv_dtype)
+    values = torch.zeros(4096, 4096, dtype=torch.uint8)
+    scales = torch.ones(4096, 4096 // build.block_size if build.block_size else 1)
+    zeros = None
+    if form != "e4m3":
+        zeros = torch.zeros_like(scales)
+        # AWQ's differ.
+        zeros[0, 0] = 1
+    x = torch.zeros(build.head_dim, 4096, dtype=DTYPES[build.dtype])
+    quantised_matmul(x, lay_out(form, values, scales, zeros, group=build.block_size))
+
+
 def _launch_block_move(kernel: str, caches: list[torch.Tensor]) -> None:
     addresses = CacheAddresses.of(caches)
     blocks = torch.zeros(2, dtype=torch.int64)
@@ -88,6 +109,15 @@ def _launch_block_move(kernel: str, caches: list[torch.Tensor]) -> None:
         scatter_blocks(addresses, blocks, staging)
     else:
         raise ValueError(f"no kernel is called {kernel!r}")
+
+
+def _matmul_builds(target: str, dtype: str, tokens: Sequence[int]) -> list[Build]:
+    forms = (("int4", 128), ("int4", 32), ("int8", 0), ("e4m3", 0))
+    return [
+        Build("quantised_matmul", target, dtype, form, count, group)
+        for form, group in forms
+        for count in tokens
+    ]
 
 
 def table_builds() -> list[Build]:
@@ -105,8 +135,10 @@ def table_builds() -> list[Build]:
     fp8 = ("paged_decode", "paged_prefill", "store_kv", "rotary")
     builds += [Build(name, "sm_90", "bf16", "e4m3", 128) for name in fp8]
     builds += [Build(name, "sm_90", "bf16", "bf16", 128) for name in ("store_kv", "rotary")]
+    builds += _matmul_builds("sm_90", "bf16", (1, 4096))
     for target in ("sm_80", "sm_100", "gfx942"):
         builds += [Build(name, target, "bf16", "bf16", 128) for name in ATTENTION[:2]]
+        builds.append(Build("quantised_matmul", target, "bf16", "int4", 1, 128))
         builds += [
             Build(name, target, "bf16", "e4m3", 128) for name in ("paged_decode", "store_kv")
         ]
@@ -128,6 +160,12 @@ def all_builds() -> list[Build]:
                 for name in (*ATTENTION, "store_kv", "rotary")
             ]
             builds += [Build(name, target, dtype, dtype, 128) for name in layers]
+            builds += _matmul_builds(target, dtype, (1, 32, 64, 4096))
+            builds += [
+                Build("quantised_matmul", target, dtype, form, count, group)
+                for form, group in (("int4", 0), ("int4", 16), ("int8", 128), ("e4m3", 128))
+                for count in (1, 4096)
+            ]
         builds += [
             Build(name, target, "bf16", "bf16", 128, block_size)
             for block_size in (8, 64, 128)

@@ -13,7 +13,7 @@ TABLE = Path(__file__).parents[2] / "docs" / "kernels_compiled.md"
 # What these move, they must move 16 bytes at a time.
 _WIDE = {"_paged_decode", "_paged_prefill", "_shared_prefix", "_store_kv", "_copy_blocks",
          "_gather_blocks", "_scatter_blocks", "_rms_norm", "_silu_and_mul", "_shrink",
-         "_paged_attention_classic"}  # fmt: skip
+         "_paged_attention_classic", "_quantised_matmul"}  # fmt: skip
 
 
 def check(report: Report) -> None:
@@ -24,8 +24,12 @@ def check(report: Report) -> None:
         crowded = report.build.dtype == "fp32" and report.build.head_dim == 256
         crowded &= report.build.kv_dtype != "fp32"
         assert report.spills <= (64 if crowded else 0), what
-    if report.name in _WIDE:
+    # 4 bits in groups of 16 are 32 bytes an output: on AMD a thread takes 4 of them.
+    narrow = report.name == "_quantised_matmul" and report.build.block_size == 16
+    if report.name in _WIDE and not (narrow and report.build.target == "gfx942"):
         assert report.wide_loads > 0, what
+    if report.name == "_quantised_matmul":
+        assert report.matrix, what
     if report.build.kernel in {"paged_decode", "paged_prefill"} and report.build.dtype != "fp32":
         assert report.matrix or report.name == "_merge_splits", what
 

@@ -117,12 +117,12 @@ def a_step(window: int | None, scale: float | None, block_size: int = BLOCK) -> 
     """Five new tokens, one behind seven, and two behind two; one token is not kept."""
     seq_lens = torch.tensor([5, 8, 4], dtype=torch.int32)
     starts = torch.tensor([0, 5, 6, 8], dtype=torch.int32)
-    group = a_group(window, [[1, 2], [3, 4], [5, 0]], block_size=block_size)
+    group = a_group(window, [[1, 2], [3, 4], [5, 0]], block_size)
     return DecoderStep([group], seq_lens, starts, scale)
 
 
 def a_group(
-    window: int | None, blocks: list[list[int]], slowest: float = 0.01, block_size: int = BLOCK
+    window: int | None, blocks: list[list[int]], block_size: int, slowest: float = 0.01
 ) -> DecoderGroup:
     positions = torch.tensor([0, 1, 2, 3, 4, 7, 2, 3])
     angles = positions[:, None].float() * torch.linspace(1, slowest, HEAD_DIM // 2)
@@ -156,16 +156,17 @@ def test_layers_in_one_call_equal_layers_one_by_one(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("parts", ["qwen3", "gemma3"])
+@pytest.mark.parametrize("block_size", [BLOCK, 16])
 def test_layers_differ_in_what_they_see_and_have_the_norms_of_their_family(
-    parts: str, dtype: torch.dtype
+    parts: str, dtype: torch.dtype, block_size: int
 ) -> None:
     draw = torch.Generator().manual_seed(3)
     layers = [Layer(dtype, draw, parts, group) for group in (1, 0, 1)]
     norm = torch.rand(HIDDEN, generator=draw).to(dtype)
-    step = a_step(None, 0.3)
-    windowed = a_group(3, [[6, 7], [8, 2], [4, 0]], slowest=0.5)
+    step = a_step(None, 0.3, block_size)
+    windowed = a_group(3, [[6, 7], [8, 2], [4, 0]], block_size, slowest=0.5)
     step = DecoderStep([*step.groups, windowed], step.seq_lens, step.query_start_loc, step.scale)
-    kv, expected_kv = caches(3, dtype), caches(3, dtype)
+    kv, expected_kv = (caches(3, dtype, block_size=block_size) for _ in range(2))
     hidden = torch.randn(8, HIDDEN, generator=draw).to(dtype)
     expected = one_by_one(layers, norm, hidden.clone(), step, expected_kv)
     assert torch.equal(make_decoder(layers, norm).run(hidden, step, kv), expected)

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels import cost
-from kernels.dispatch import Case, cascade_pays, choose
+from kernels.dispatch import Case, WeightCase, cascade_pays, choose, why_not_kept
 
 H200 = Case("cuda", "sm_90", torch.bfloat16, torch.bfloat16, 128, 16)
 CPU = dataclasses.replace(H200, device="cpu", target="")
@@ -98,3 +98,16 @@ def test_the_goal_of_a_cascade_is_within_its_bytes() -> None:
     assert together <= 1.34 * (8192 + own) * heads.kv_bytes
     assert cascade_pays(64, 8192, own, heads)
     assert not cascade_pays(1, 8192, 256, heads)
+
+
+def test_weights_of_few_bits_are_kept_or_the_reason_is_told() -> None:
+    served = WeightCase("sm_90", 128)
+    for case in (served, WeightCase("gfx942", 0), WeightCase("sm_80", 16)):
+        assert why_not_kept(case) is None
+    for change, named in (
+        ({"target": "sm_75"}, "the GPU is sm_75, quantised_matmul needs sm_80"),
+        ({"group": None}, "not in whole groups of 16 or more"),
+        ({"same_order": False}, "inputs in different orders"),
+    ):
+        reason = why_not_kept(dataclasses.replace(served, **change))
+        assert named in str(reason)

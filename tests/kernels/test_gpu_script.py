@@ -11,7 +11,7 @@ BENCH = Path(__file__).parents[2] / "bench"
 KERNELS = {
     "copy", "matmul", "paged_decode", "paged_prefill", "shared_prefix", "paged_attention_classic",
     "rms_norm", "silu_and_mul", "store_kv", "rotary", "sample", "copy_blocks", "gather_blocks",
-    "scatter_blocks",
+    "scatter_blocks", "quantised_matmul",
 }  # fmt: skip
 
 

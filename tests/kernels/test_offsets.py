@@ -6,9 +6,11 @@ import torch
 
 from kernels.cache_addresses import CacheAddresses
 from kernels.copy_blocks import copy_blocks
+from kernels.kept_weight import lay_out
 from kernels.paged_attention_classic import paged_attention_classic
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill
+from kernels.quantised_matmul import quantised_matmul
 from kernels.rotary import Store, rotary
 from kernels.shared_prefix import shared_prefix
 from kernels.store_kv import store_kv
@@ -71,3 +73,16 @@ def test_a_block_beyond_two_to_the_31_is_written_read_and_copied() -> None:
     copy_blocks(CacheAddresses.of([k_cache, v_cache]), torch.tensor([FAR]), torch.tensor([1]))
     assert torch.equal(k_cache[1], k_cache[FAR])
     assert torch.equal(v_cache[1], v_cache[FAR])
+
+
+def test_a_product_reads_and_writes_tokens_beyond_two_to_the_31() -> None:
+    x, out = (
+        torch.from_numpy(np.zeros(2**31 + 64, dtype=np.float16)).as_strided((2, size), (2**31, 1))
+        for size in (32, 8)
+    )
+    x.copy_(torch.randn(2, 32))
+    values = torch.randint(0, 16, (8, 32), dtype=torch.uint8)
+    weight = lay_out("int4", values, torch.ones(8, 1), torch.full((8, 1), 8.0))
+    quantised_matmul(x, weight, out=out)
+    expected = x.float() @ (values.float() - 8).T
+    torch.testing.assert_close(out.float(), expected, rtol=2e-3, atol=2e-2)

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
@@ -123,6 +123,7 @@ def test_infinity_and_nan_make_nan_of_their_row_alone() -> None:
 
 @bits_of
 @settings(max_examples=40)
+@example(size=(1, 1), seed=541, scale=1e-3)
 @given(size=sizes, seed=st.integers(0, 1000), scale=st.sampled_from([0.0, 1e-3, 1.0, 300.0]))
 def test_quantising_is_off_by_half_a_scale_at_most(
     bits: int, size: tuple[int, int], seed: int, scale: float
@@ -131,9 +132,10 @@ def test_quantising_is_off_by_half_a_scale_at_most(
     quantised = quantise(weight, bits)
     quantised.check()
     each = quantised.scales.repeat_interleave(GROUP, 1)[:, : size[1]]
-    # Of scales in fp16 the last bit, and of numbers below its normal ones the last there is.
+    # Of scales in fp16 the last bit; of those below its normal numbers half of 2 ** -24, as often
+    # as a value says, and of a minimum once.
     most = weight.abs().max()
-    allowed = each / 2 + most * 2**-9 + 16 * 2**-24
+    allowed = each / 2 + most * 2**-9 + (2**bits + 1) * 2**-25
     assert ((quantised.dequantise() - weight).abs() <= allowed).all()
 
 

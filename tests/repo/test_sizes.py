@@ -28,6 +28,8 @@ LONG_FUNCTIONS: dict[str, str] = dict.fromkeys(
         "kernels/paged_decode.py::_paged_decode",
         "kernels/paged_prefill.py::paged_prefill",
         "kernels/paged_prefill.py::_paged_prefill",
+        "kernels/quantised_matmul.py::quantised_matmul",
+        "kernels/quantised_matmul.py::_quantised_matmul",
         "kernels/rms_norm.py::rms_norm",
         "kernels/rotary.py::rotary",
         "kernels/rotary.py::_rotary",

@@ -1,13 +1,15 @@
 """Weights of few bits as a file has them, for linear layers that multiply by such."""
 
-from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 
 from kernels.activation import Activation
-from kernels.quantised_linear import QuantisedLinear, QuantisedWeight
+from kernels.quantised_linear import QuantisedWeight
 from kernels.reference_quantised import GROUP
+from worker_svc.model.quantised_config import Quantisation
 from worker_svc.model.quantised_matrix import QuantisedMatrix
 
 
@@ -15,28 +17,65 @@ from worker_svc.model.quantised_matrix import QuantisedMatrix
 class KeptValues(Protocol):
     """A source of tensors, some of which are of few bits."""
 
-    def kept(self, name: str, bits: int, *parts: range) -> QuantisedWeight | None:
-        """Return one tensor, or a part, value for value.
-
-        None if it is plain, or has values of more than `bits`, or scales that do not fit.
-        """
+    def quantisation_of(self, name: str) -> Quantisation | None:
+        """Return how a tensor is quantised. None: it is not."""
         ...
+
+    def matrix(self, name: str, *parts: range) -> QuantisedMatrix:
+        """Return one that is, or a part, value for value."""
+        ...
+
+
+class SizedLinear(Protocol):
+    """A linear layer that says what its weight takes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the weight as it is multiplied."""
+        ...
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product. Shapes: x [T, in], returns [T, out]."""
+        ...
+
+
+class NotKept(NamedTuple):
+    """Values that no layer multiplies as they are."""
+
+    reason: str
 
 
 @runtime_checkable
 class KeepsValues(Protocol):
     """Operations with linear layers over weights of few bits."""
 
-    @property
-    def kept_bits(self) -> int:
-        """Weights of as many bits, or of fewer, stay as they are."""
+    def keeps(self, known: Quantisation) -> bool:
+        """Return whether such weights may stay as they are: if not, they are not even read so."""
         ...
 
     def kept_linear(
-        self, weight: QuantisedWeight, bias: torch.Tensor | None, gate: Activation | None = None
-    ) -> QuantisedLinear:
-        """Return a linear layer, or a gated one, over values that are kept."""
+        self,
+        matrices: Sequence[QuantisedMatrix],
+        known: Quantisation,
+        bias: torch.Tensor | None,
+        device: torch.device,
+        gate: Activation | None = None,
+    ) -> SizedLinear | NotKept:
+        """Return a linear layer, or a gated one, of matrices above one another."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """What has been kept so far."""
+
+    num_matrices: int
+    num_weights: int
+    num_bytes: int
+    """Scales and zero points included."""
+
+    refused: Mapping[str, int]
+    """Why matrices were dequantised though their like is kept, and how many."""
 
 
 def keep(matrix: QuantisedMatrix, bits: int) -> QuantisedWeight | None:

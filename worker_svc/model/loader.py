@@ -1,5 +1,6 @@
 """Tensors to parameters: reads each once, checks it, fuses what belongs together, places it."""
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +11,11 @@ from torch.nn import functional
 
 from kernels.activation import Activation
 from kernels.checks import Scales
-from kernels.quantised_linear import QuantisedLinear, QuantisedWeight
+from kernels.quantised_linear import QuantisedLinear
 from worker_svc.errors import InvariantError, ModelError
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.gguf_names import ROPE_DIVISORS
-from worker_svc.model.kept_values import KeepsValues, KeptValues, stacked
+from worker_svc.model.kept_values import KeepsValues, Kept, KeptValues, NotKept
 from worker_svc.model.kv_scales import read_kv_scales
 from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Mlp, Operations
@@ -109,6 +110,13 @@ class Loader:
         self._adapters = adapters
         self._weight_dtype = operations.weight_dtype or dtype
         self.weight_bytes = 0
+        self._num_kept = self._kept_weights = self._kept_bytes = 0
+        self._refused: Counter[str] = Counter()
+
+    @property
+    def kept(self) -> Kept:
+        """What has been kept so far."""
+        return Kept(self._num_kept, self._kept_weights, self._kept_bytes, dict(self._refused))
 
     def layers(self, load: Callable[["Loader", str, int], LayerT]) -> tuple[LayerT, ...]:
         """Return all layers; `load` loads the one of a name and number."""
@@ -262,10 +270,9 @@ class Loader:
     def _plain_linear(
         self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
     ) -> Linear:
-        if (kept := self._kept(parts, columns)) is not None:
-            return self._keep(kept, parts, has_bias=has_bias)
-        weight, bias = self._parameters(parts, columns, has_bias=has_bias)
-        return self._packed(weight, bias)
+        bias = self._biases(parts) if has_bias else None
+        kept = self._kept(parts, columns, bias)
+        return self._packed(self._weight(parts, columns), bias) if kept is None else kept
 
     def _plain_gated(
         self,
@@ -275,51 +282,48 @@ class Loader:
         *,
         has_bias: bool,
     ) -> Linear:
-        if (kept := self._kept(parts, columns)) is not None:
-            return self._keep(kept, parts, activation, has_bias=has_bias)
-        weight, bias = self._parameters(parts, columns, has_bias=has_bias)
+        bias = self._biases(parts) if has_bias else None
+        if (kept := self._kept(parts, columns, bias, activation)) is not None:
+            return kept
+        weight = self._weight(parts, columns)
         return self._counted(self.operations.gated_linear(weight, bias, activation), weight)
 
-    def _kept(self, parts: Sequence[tuple[str, Size]], columns: Size) -> QuantisedWeight | None:
-        """Return matrices above one another as a file has them; None if they are read as plain."""
+    def _kept(
+        self,
+        parts: Sequence[tuple[str, Size]],
+        columns: Size,
+        bias: torch.Tensor | None,
+        gate: Activation | None = None,
+    ) -> Linear | None:
+        """Make one linear layer of values as a file has them; None if they are read as plain."""
         source, operations = self._source, self.operations
         if not (isinstance(source, KeptValues) and isinstance(operations, KeepsValues)):
             return None
-        found = []
-        for name, rows in parts:
-            places = self._find(f"{name}.weight", (rows, columns))
-            kept = source.kept(f"{name}.weight", operations.kept_bits, *places)
-            if kept is None:
-                return None
-            found.append(kept)
-        for name, _ in parts:
-            self._taken(f"{name}.weight")
-        return stacked(found)
-
-    def _keep(
-        self,
-        weight: QuantisedWeight,
-        parts: Sequence[tuple[str, Size]],
-        gate: Activation | None = None,
-        *,
-        has_bias: bool,
-    ) -> Linear:
-        """Make one linear layer of values that are kept."""
-        if not isinstance(self.operations, KeepsValues):
-            raise InvariantError("values were kept for operations that do not take them")
-        bias = self._biases(parts) if has_bias else None
-        linear = self.operations.kept_linear(weight, bias, gate)
+        names = [f"{name}.weight" for name, _ in parts]
+        found = [source.quantisation_of(name) for name in names]
+        if (known := found[0]) is None or None in found or not operations.keeps(known):
+            return None
+        matrices = [
+            source.matrix(name, *self._find(name, (rows, columns)))
+            for name, (_, rows) in zip(names, parts, strict=True)
+        ]
+        linear = operations.kept_linear(matrices, known, bias, self._device, gate)
+        if isinstance(linear, NotKept):
+            self._refused[linear.reason] += len(matrices)
+            return None
+        for name in names:
+            self._taken(name)
+        self._num_kept += len(matrices)
+        self._kept_weights += sum(matrix.values.numel() for matrix in matrices)
+        self._kept_bytes += linear.num_bytes
         self.weight_bytes += linear.num_bytes
         return linear
 
-    def _parameters(
-        self, parts: Sequence[tuple[str, Size]], columns: Size, *, has_bias: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return weight and bias of matrices above one another."""
+    def _weight(self, parts: Sequence[tuple[str, Size]], columns: Size) -> torch.Tensor:
+        """Return matrices above one another."""
         dtype = self._weight_dtype
         tensors = [self._read(f"{name}.weight", (rows, columns), dtype) for name, rows in parts]
-        bias = self._biases(parts) if has_bias else None
-        return self._place(tensors, dtype), bias
+        return self._place(tensors, dtype)
 
     def _packed(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False

@@ -1,11 +1,16 @@
 """A model's operations on a CPU with weights of 4 or 8 bits, rounded when they are loaded."""
 
+from collections.abc import Sequence
+
 import torch
 
 from kernels.activation import Activation
-from kernels.quantised_linear import QuantisedLinear, QuantisedWeight, quantise
+from kernels.quantised_linear import QuantisedLinear, quantise
+from worker_svc.model.kept_values import NotKept, keep, stacked
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Linear
+from worker_svc.model.quantised_config import Quantisation
+from worker_svc.model.quantised_matrix import QuantisedMatrix
 
 
 class QuantisedOperations(NativeOperations):
@@ -30,16 +35,26 @@ class QuantisedOperations(NativeOperations):
         """Float32, lest values leave their grid on the way."""
         return torch.float32
 
-    @property
-    def kept_bits(self) -> int:
-        """As `KeepsValues.kept_bits`."""
-        return self._bits
+    def keeps(self, known: Quantisation) -> bool:
+        """Of integers, those of as many bits or fewer."""
+        return not known.is_float and known.bits <= self._bits
 
     def kept_linear(
-        self, weight: QuantisedWeight, bias: torch.Tensor | None, gate: Activation | None = None
-    ) -> QuantisedLinear:
+        self,
+        matrices: Sequence[QuantisedMatrix],
+        known: Quantisation,
+        bias: torch.Tensor | None,
+        device: torch.device,
+        gate: Activation | None = None,
+    ) -> QuantisedLinear | NotKept:
         """Lay the values out, in a copy."""
-        return QuantisedLinear(weight, bias, dtype=self._dtype, gate=gate, memory=self._memory)
+        found = [keep(matrix, known.bits) for matrix in matrices]
+        parts = [part for part in found if part is not None]
+        if len(parts) < len(found):
+            return NotKept("inputs that share a scale are not in whole groups of 32")
+        return QuantisedLinear(
+            stacked(parts), bias, dtype=self._dtype, gate=gate, memory=self._memory
+        )
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
@@ -53,4 +68,6 @@ class QuantisedOperations(NativeOperations):
     ) -> Linear:
         """As `linear`, of both matrices together."""
         rounded = quantise(weight, self._bits)
-        return self.kept_linear(rounded, bias, activation)
+        return QuantisedLinear(
+            rounded, bias, dtype=self._dtype, gate=activation, memory=self._memory
+        )

@@ -6,9 +6,7 @@ from typing import Final
 
 import torch
 
-from kernels.quantised_linear import QuantisedWeight
 from worker_svc.errors import ModelError
-from worker_svc.model.kept_values import keep
 from worker_svc.model.loader import TensorSource
 from worker_svc.model.quantised_config import Quantisation
 from worker_svc.model.quantised_layouts import SUFFIXES, Stored, read_matrix, shape_of
@@ -96,7 +94,7 @@ class QuantisedWeights:
         Raises: ModelError if the tensors of a matrix are not as they must be.
         """
         if name in self._matrices:
-            weight = self._matrix(name, *parts).dequantise(dtype)
+            weight = self.matrix(name, *parts).dequantise(dtype)
             self._num_matrices += 1
             self._num_weights += prod(weight.shape)
             return weight
@@ -105,14 +103,12 @@ class QuantisedWeights:
             raise ModelError(f"tensor {name} is {tensor.dtype} and has no scale")
         return tensor
 
-    def kept(self, name: str, bits: int, *parts: range) -> QuantisedWeight | None:
-        """As `KeptValues.kept`. Raises: ModelError as `read` does."""
-        known = self._quantisation
-        if name not in self._matrices or known.is_float or known.bits > bits:
-            return None
-        return keep(self._matrix(name, *parts), known.bits)
+    def quantisation_of(self, name: str) -> Quantisation | None:
+        """As `KeptValues.quantisation_of`."""
+        return self._quantisation if name in self._matrices else None
 
-    def _matrix(self, name: str, *parts: range) -> QuantisedMatrix:
+    def matrix(self, name: str, *parts: range) -> QuantisedMatrix:
+        """As `KeptValues.matrix`. Raises: ModelError as `read` does."""
         stored = self._matrices[name]
         whole = [range(size) for size in shape_of(stored)]
         rows, columns = [*parts, *whole[len(parts) :]]

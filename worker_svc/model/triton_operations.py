@@ -12,6 +12,8 @@ from kernels.rms_norm import rms_norm
 from kernels.rotary import Store, rotary
 from kernels.silu_and_mul import silu_and_mul
 from worker_svc.model.experts import Experts
+from worker_svc.model.kept_linear import KeptLinear, kept_linear
+from worker_svc.model.kept_values import NotKept
 from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.operations import (
     LayerCache,
@@ -23,11 +25,13 @@ from worker_svc.model.operations import (
     StepAttention,
     StepColumns,
 )
+from worker_svc.model.quantised_config import Quantisation
+from worker_svc.model.quantised_matrix import QuantisedMatrix
 from worker_svc.model.torch_operations import TorchLinear, gelu_and_mul, norm_heads
 
 
 class TritonOperations:
-    """See `Operations`. Products are cuBLAS's (or rocBLAS's), through torch."""
+    """See `Operations`. Plain weights are multiplied by cuBLAS (or rocBLAS), through torch."""
 
     can_be_recorded = True
     keys_in_lanes = False
@@ -54,6 +58,21 @@ class TritonOperations:
     def experts(self, router: Linear, experts: Sequence[Mlp], config: ExpertsConfig) -> Linear:
         """Route in torch, which waits for the device to learn how many tokens an expert gets."""
         return Experts(router, experts, config)
+
+    def keeps(self, known: Quantisation) -> bool:
+        """Whatever is read."""
+        return True
+
+    def kept_linear(
+        self,
+        matrices: Sequence[QuantisedMatrix],
+        known: Quantisation,
+        bias: torch.Tensor | None,
+        device: torch.device,
+        gate: Activation | None = None,
+    ) -> KeptLinear | NotKept:
+        """Lay the values out for `quantised_matmul`."""
+        return kept_linear(matrices, known, bias, device, gate)
 
     def stack(
         self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape

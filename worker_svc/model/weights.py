@@ -11,6 +11,7 @@ from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.checkpoint import open_checkpoint
 from worker_svc.model.families import FAMILIES
+from worker_svc.model.kept_values import Kept
 from worker_svc.model.loader import Loader, Progress
 from worker_svc.model.operations import Operations
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
@@ -37,6 +38,9 @@ class LoadedModel:
 
     dequantised: Dequantised | None = None
     """None: the checkpoint's weights are plain, or all of them run as they are stored."""
+
+    kept: Kept | None = None
+    """None: none of the weights run as they are stored, or could."""
 
 
 def load_model(
@@ -73,4 +77,5 @@ def load_model(
         Extent(config.num_kv_heads, ranks.shard.heads(config).keys),
         kv_scales,
         dequantised if dequantised and dequantised.num_matrices else None,
+        loader.kept if loader.kept.num_matrices or loader.kept.refused else None,
     )

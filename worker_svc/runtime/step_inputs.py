@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from worker_svc.model.operations import Embedded
@@ -15,7 +16,9 @@ from worker_svc.runtime.step_plan import Int64Array
 class StepInputs:
     """What the model needs for one step: R rows, T tokens, of which S rows sample.
 
-    Rows are in ascending order in every column; tokens go row after row.
+    Rows are in ascending order in every column; tokens go row after row. A row that verifies a
+    draft is there once for each of its tokens: as attention takes them one by one without a draft,
+    so it does with one, and gives the same bits.
     """
 
     token_ids: torch.Tensor
@@ -59,14 +62,18 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
     starts = rows.num_computed_tokens[running].astype(np.int64)
     counts = rows.num_new_tokens[running].astype(np.int64)
     seq_lens = starts + counts
-    query_start_loc = np.zeros(len(running) + 1, dtype=np.int64)
-    np.cumsum(counts, out=query_start_loc[1:])
-
+    ends = np.cumsum(counts)
     row_of_token = np.repeat(running, counts)
-    positions = np.arange(query_start_loc[-1]) + np.repeat(starts - query_start_loc[:-1], counts)
+    positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, counts)
+    apart = rows.num_drafted[running] > 0
+    if apart.any():
+        attending, attended, new = _token_by_token(running, seq_lens, counts, apart)
+    else:
+        attending, attended, new = running, seq_lens, counts
+    query_start_loc = np.concatenate(([0], np.cumsum(new)))
     samples = (seq_lens == rows.num_tokens[running]) & (rows.sampling.pooling[running] == 0)
     groups = rows.block_tables
-    last_tokens = query_start_loc[1:][samples] - 1
+    last_tokens = ends[samples] - 1
     width = -(-int(seq_lens.max()) // groups[0].block_size)
 
     def place(column: np.ndarray[tuple[int, ...], np.dtype[np.integer]]) -> torch.Tensor:
@@ -78,14 +85,27 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
         slot_mappings=tuple(
             place(tables.slot_mapping(row_of_token, positions)) for tables in groups
         ),
-        block_tables=tuple(place(tables.ids[running, :width]) for tables in groups),
-        seq_lens=place(seq_lens.astype(np.int32)),
+        block_tables=tuple(place(tables.ids[attending, :width]) for tables in groups),
+        seq_lens=place(attended.astype(np.int32)),
         query_start_loc=place(query_start_loc.astype(np.int32)),
         sampling_rows=running[samples],
         last_tokens=place(last_tokens),
         read_tokens=place(last_tokens) if _only_last_are_read(rows, running) else None,
         embedded=rows.embedded.of_step(running, starts, seq_lens),
     )
+
+
+def _token_by_token(
+    running: Int64Array, seq_lens: Int64Array, counts: Int64Array, apart: npt.NDArray[np.bool_]
+) -> tuple[Int64Array, Int64Array, Int64Array]:
+    """Return rows, lengths and new tokens, with each token of some rows as one of its own.
+
+    Shapes: all [R]; returns [A] each, A = R where no row is `apart`.
+    """
+    times = np.where(apart, counts, 1)
+    left = np.cumsum(times).repeat(times) - np.arange(times.sum()) - 1
+    new = np.where(apart, 1, counts).repeat(times)
+    return running.repeat(times), seq_lens.repeat(times) - left, new
 
 
 def _only_last_are_read(rows: Rows, running: Int64Array) -> bool:

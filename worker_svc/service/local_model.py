@@ -132,7 +132,7 @@ class LocalModel:
             self._loaded = load_model(
                 self._path, self._dtype, device, operations, ranks, progress, self.adapters.bank
             )
-            self._say_what_was_dequantised(self._loaded)
+            self._say_what_few_bits_became(self._loaded)
             self._kv_form = None
             if self._loaded.ranks.shard.is_whole:
                 self.agree()
@@ -145,15 +145,27 @@ class LocalModel:
             raise InvariantError("ranks agree before the model is loaded")
         self._kv_form = choose_kv_form(self._loaded, self._kv_dtype, self._kv_form)
 
-    def _say_what_was_dequantised(self, loaded: LoadedModel) -> None:
-        if (found := loaded.dequantised) is not None:
+    def _say_what_few_bits_became(self, loaded: LoadedModel) -> None:
+        dtype, size = str(self._dtype).removeprefix("torch."), self._dtype.itemsize
+        kept, found = loaded.kept, loaded.dequantised
+        if kept is not None and kept.num_matrices:
+            self._log.info(
+                "quantised weights are kept",
+                matrices=kept.num_matrices,
+                bytes=kept.num_bytes,
+                bytes_if_plain=kept.num_weights * size,
+                dtype=dtype,
+            )
+        if found is not None:
+            reasons = {} if kept is None else kept.refused
             self._log.info(
                 "quantised weights were dequantised at loading",
                 quant_method=found.method,
                 matrices=found.num_matrices,
                 bytes_in_file=found.file_bytes,
-                bytes_if_dequantised=found.num_weights * self._dtype.itemsize,
-                dtype=str(self._dtype).removeprefix("torch."),
+                bytes_if_dequantised=found.num_weights * size,
+                dtype=dtype,
+                reasons="; ".join(f"{count} since {why}" for why, count in reasons.items()),
             )
 
     def make_runner(self, limits: CacheLimits) -> tuple[StepRunner, MemoryReport]:

@@ -132,16 +132,21 @@ def _embeddings(spans: object) -> Iterator[generation_pb2.EmbeddingSpan]:
                 f"embeddings[{index}] is {type(span).__name__}, must be EmbeddingSpan",
                 field="embeddings",
             )
-        yield _embedding(span)
+        yield _embedding(f"embeddings[{index}]", span)
 
 
-def _embedding(span: EmbeddingSpan) -> generation_pb2.EmbeddingSpan:
-    fields = {name: getattr(span, name) for name in ("offset", "content_id", "embeddings")}
-    message = _message(generation_pb2.EmbeddingSpan, fields, fields)
+def _embedding(argument: str, span: EmbeddingSpan) -> generation_pb2.EmbeddingSpan:
+    message = generation_pb2.EmbeddingSpan()
+    for name in ("offset", "content_id", "embeddings"):
+        value = getattr(span, name)
+        message.MergeFrom(
+            one_field(generation_pb2.EmbeddingSpan, name, value, f"{argument}.{name}")
+        )
     if span.element_type not in _ELEMENT_TYPES:
         raise InvalidArgumentError(
-            f"element_type is {span.element_type!r}, must be one of {', '.join(_ELEMENT_TYPES)}",
-            field="element_type",
+            f"{argument}.element_type is {span.element_type!r}, must be one of "
+            f"{', '.join(_ELEMENT_TYPES)}",
+            field=f"{argument}.element_type",
         )
     message.element_type = _ELEMENT_TYPES[span.element_type]
     return message

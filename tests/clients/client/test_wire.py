@@ -212,6 +212,10 @@ def test_ids_of_a_text_are_refused_with_the_bounds() -> None:
         ({"prompt": b"ab"}, "prompt is one text, must be a list"),
         ({"embeddings": 5}, "embeddings must be a list"),
         ({"embeddings": [5]}, r"embeddings\[0\] is int, must be EmbeddingSpan"),
+        (
+            {"embeddings": [EmbeddingSpan(0, "a", b""), EmbeddingSpan(-1, "b", b"")]},
+            r"embeddings\[1\]\.offset is -1, must be in \[0, 4294967295\]",
+        ),
     ],
 )
 def test_what_is_no_list_of_entries_is_not_taken_apart(

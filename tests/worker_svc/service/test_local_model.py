@@ -11,7 +11,7 @@ from worker_svc.service.logs import make_logger
 
 
 def lines_of_loading(path: Path, quantization: str = "none") -> list[dict[str, object]]:
-    """Return the log lines that speak of dequantisation."""
+    """Return the log lines that speak of weights of few bits."""
     stream = io.StringIO()
     settings = LocalSettings(
         model_path=str(path),
@@ -26,10 +26,10 @@ def lines_of_loading(path: Path, quantization: str = "none") -> list[dict[str, o
     )
     LocalModel(settings, make_logger(stream, "json", "info")).load()
     lines = [json.loads(line) for line in stream.getvalue().splitlines()]
-    return [line for line in lines if "dequantised" in line["event"]]
+    return [line for line in lines if line["event"].startswith("quantised weights")]
 
 
-def test_memory_of_dequantised_weights_is_told_but_not_of_kept_ones(tmp_path: Path) -> None:
+def test_memory_of_dequantised_and_of_kept_weights_is_told(tmp_path: Path) -> None:
     plain = write_tiny_llama(tmp_path / "plain")
     path = write_quantised(plain, tmp_path / "quantised", awq(32))
     num_weights = 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128)
@@ -39,5 +39,20 @@ def test_memory_of_dequantised_weights_is_told_but_not_of_kept_ones(tmp_path: Pa
     assert line["bytes_in_file"] == num_weights // 2
     assert line["bytes_if_dequantised"] == num_weights * 2
     assert line["dtype"] == "bfloat16"
-    assert lines_of_loading(path, "int4") == []
+    assert line["reasons"] == ""
+    [line] = lines_of_loading(path, "int4")
+    assert line["event"] == "quantised weights are kept"
+    assert line["matrices"] == 14
+    # 4 bits, and for each 32 weights a scale and a minimum in fp32.
+    assert line["bytes"] == num_weights * 3 // 4
+    assert line["bytes_if_plain"] == num_weights * 2
     assert lines_of_loading(plain) == []
+
+
+def test_why_values_could_not_be_kept_is_told(tmp_path: Path) -> None:
+    plain = write_tiny_llama(tmp_path / "plain")
+    path = write_quantised(plain, tmp_path / "quantised", awq(16))
+    [line] = lines_of_loading(path, "int4")
+    assert "dequantised" in str(line["event"])
+    reason = "inputs that share a scale are not in whole groups of 32"
+    assert line["reasons"] == f"14 since {reason}"
