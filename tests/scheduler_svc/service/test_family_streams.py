@@ -9,7 +9,12 @@ import pytest
 from engine_bench import NUM_BLOCKS, Bench, running
 from engine_door_use import ask, read_all, submission, until
 from fake_worker import generate_alone
-from scheduler_svc.core.errors import DeadlineError, InvalidRequestError, SlowReaderError
+from scheduler_svc.core.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    NeverFitsError,
+    SlowReaderError,
+)
 from scheduler_svc.core.request import FinishReason, RequestKey
 from scheduler_svc.service import token_stream
 from scheduler_svc.service.engine_door import Submission
@@ -200,16 +205,16 @@ async def test_a_row_that_fails_before_the_fork_ends_every_sequence() -> None:
     assert {end.error for end in ends.values()} == {"planted"}
 
 
-async def test_a_smaller_pool_ends_a_family_that_no_longer_fits() -> None:
+async def test_a_smaller_pool_refuses_a_family_that_no_longer_fits() -> None:
     async with running(Bench()) as bench:
         bench.group.eager = False
         async with bench.door.open(family(40)) as stream:
             await until(lambda: bool(bench.group.plans))
             bench.group.leave()
             bench.group.join(12)
-            _, ends, _ = await read_all(stream)
+            with pytest.raises(NeverFitsError):
+                await read_all(stream)
         assert bench.holds_nothing()
-    assert [ends[index].reason for index in range(3)] == [FinishReason.ERROR] * 3
 
 
 async def test_more_sequences_than_rows_never_reach_the_queue() -> None:
