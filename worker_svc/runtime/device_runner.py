@@ -17,7 +17,6 @@ from worker_svc.runtime.launched_step import Launched, Sampled, TokensUnderWay, 
 from worker_svc.runtime.logit_rules import apply_rules
 from worker_svc.runtime.model_runner import ModelRunner
 from worker_svc.runtime.sampler import number_samples
-from worker_svc.runtime.sampling_columns import NO_PROMPT_LOGPROBS
 from worker_svc.runtime.step_plan import (
     Int64Array,
     StepPlan,
@@ -196,14 +195,11 @@ class DeviceRunner:
 
     def _must_wait(self, running: Int64Array) -> bool:
         """Return whether a row takes or tells what only a step that is waited for can."""
-        rows, params = self.rows, self.rows.sampling
-        return rows.embedded.are_of(running) or bool(
-            (
-                params.logprobs[running]
-                | (params.prompt_logprobs[running] != NO_PROMPT_LOGPROBS)
-                | (params.pooling[running] > 0)
-                | (rows.num_drafted[running] > 0)
-            ).any()
+        rows = self.rows
+        return (
+            rows.embedded.are_of(running)
+            or bool(rows.sampling.logprobs[running].any())
+            or rows.read_all_tokens(running)
         )
 
     def _wait_for(self, step_id: int, running: Int64Array, started_ns: int) -> StepResult:

@@ -8,7 +8,7 @@ from worker_svc.runtime.block_tables import BlockTables
 from worker_svc.runtime.embedded_spans import EmbeddedSpans
 from worker_svc.runtime.forks import fork_columns
 from worker_svc.runtime.logit_rules import names_only
-from worker_svc.runtime.sampling_columns import SamplingColumns
+from worker_svc.runtime.sampling_columns import NO_PROMPT_LOGPROBS, SamplingColumns
 from worker_svc.runtime.step_plan import (
     AdmittedRow,
     Draft,
@@ -115,6 +115,20 @@ class Rows:
                 f"{min(int(tables.num_blocks[row]) for tables in self.block_tables)} blocks"
             )
         return rows
+
+    def read_all_tokens(self, running: Int64Array) -> bool:
+        """Return whether some row pools, tells of its prompt, or has a draft verified.
+
+        Otherwise nobody reads more hidden states than those of last tokens. Shape: running [R].
+        """
+        params = self.sampling
+        return bool(
+            (
+                (params.pooling[running] > 0)
+                | (params.prompt_logprobs[running] != NO_PROMPT_LOGPROBS)
+                | (self.num_drafted[running] > 0)
+            ).any()
+        )
 
     def failed(self) -> tuple[tuple[int, str], ...]:
         """Return the rows that were to run in this step but have failed, with their reasons."""

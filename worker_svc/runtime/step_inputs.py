@@ -8,7 +8,6 @@ import torch
 
 from worker_svc.model.operations import Embedded
 from worker_svc.runtime.rows import Rows
-from worker_svc.runtime.sampling_columns import NO_PROMPT_LOGPROBS
 from worker_svc.runtime.step_plan import Int64Array
 
 
@@ -90,7 +89,7 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
         query_start_loc=place(query_start_loc.astype(np.int32)),
         sampling_rows=running[samples],
         last_tokens=place(last_tokens),
-        read_tokens=place(last_tokens) if _only_last_are_read(rows, running) else None,
+        read_tokens=None if rows.read_all_tokens(running) else place(last_tokens),
         embedded=rows.embedded.of_step(running, starts, seq_lens),
     )
 
@@ -106,13 +105,3 @@ def _token_by_token(
     left = np.cumsum(times).repeat(times) - np.arange(times.sum()) - 1
     new = np.where(apart, 1, counts).repeat(times)
     return running.repeat(times), seq_lens.repeat(times) - left, new
-
-
-def _only_last_are_read(rows: Rows, running: Int64Array) -> bool:
-    """Return whether no row pools, tells of its prompt, or has a draft verified."""
-    params = rows.sampling
-    return not (
-        params.pooling[running].any()
-        or (params.prompt_logprobs[running] != NO_PROMPT_LOGPROBS).any()
-        or rows.num_drafted[running].any()
-    )
