@@ -159,8 +159,8 @@ def _fill(bank: AdapterBank) -> None:
         draw = torch.Generator().manual_seed(slot)
         matrices = {
             name: LowRankMatrix(
-                torch.randn(RANK, target.num_columns, generator=draw) * 0.01,
-                torch.randn(target.num_rows, RANK, generator=draw) * 0.01,
+                torch.randn(RANK, len(target.columns.mine), generator=draw) * 0.01,
+                torch.randn(len(target.rows.mine), RANK, generator=draw) * 0.01,
             )
             for name, target in bank.targets.items()
         }

@@ -217,11 +217,12 @@ class Loader:
         """Return activation(gate) * up of an MLP as one layer, [E] to [intermediate]."""
         config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
-        if self._adapters is not None:
+        if self._adapters is not None and not self.operations.adapts_gated:
             # They change gate and up before these are multiplied.
             gate_up = self.linear(parts, config.hidden_size, has_bias=config.mlp_bias)
             return _Gated(gate_up, self.operations, activation)
-        return self._plain_gated(parts, config.hidden_size, activation, has_bias=config.mlp_bias)
+        gated = self._plain_gated(parts, config.hidden_size, activation, has_bias=config.mlp_bias)
+        return self._adapted(gated, parts, config.hidden_size)
 
     def down(self, name: str) -> Linear:
         """Return what brings an MLP back to hidden states."""
@@ -262,6 +263,10 @@ class Loader:
         Adapters may change it: each call must see all tokens of a step, in order.
         """
         linear = self._plain_linear(parts, columns, has_bias=has_bias)
+        return self._adapted(linear, parts, columns)
+
+    def _adapted(self, linear: Linear, parts: Sequence[tuple[str, Size]], columns: Size) -> Linear:
+        """Return the layer as adapters may change it, if there are any."""
         if self._adapters is None:
             return linear
         extents = [(name, _extent(rows)) for name, rows in parts]
