@@ -168,7 +168,9 @@ static void add_ranks(const T* b, int64_t count, const float* const* shrunk, vec
     for (int64_t k = 0; k < count; ++k, b += W) {
         vec weights = load(b);
 #pragma GCC unroll 6
-        for (int i = 0; i < N; ++i) total[i] += splat(shrunk[i][k]) * weights;
+        for (int i = 0; i < N; ++i) {
+            total[i] = multiply_add(splat(shrunk[i][k]), weights, total[i]);
+        }
     }
 #pragma GCC unroll 6
     for (int i = 0; i < N; ++i) *sums[i] = total[i];

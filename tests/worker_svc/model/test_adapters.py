@@ -29,6 +29,7 @@ from worker_svc.runtime.start_up import RunnerLimits, make_runner
 from worker_svc.runtime.step_plan import AdmittedRow, Draft, SamplingParams
 
 CPU = torch.device("cpu")
+LIMITS = RunnerLimits(block_size=4, max_num_seqs=8, max_model_len=64, num_gpu_blocks_override=60)
 PROMPT = [104, 101, 108, 108, 111, 32]
 # Slot: what is in it. Of three ranks, and not all of all modules.
 ADAPTERS: dict[int, dict[str, object]] = {
@@ -58,10 +59,7 @@ def new_runner(request: pytest.FixtureRequest, places: Path) -> Callable[[], Mod
         bank.publish(slot, bank.prepare(*checkpoint))
 
     def make() -> ModelRunner:
-        limits = RunnerLimits(
-            block_size=4, max_num_seqs=8, max_model_len=64, num_gpu_blocks_override=60
-        )
-        return make_runner(loaded, limits, adapters=bank)[0]
+        return make_runner(loaded, LIMITS, adapters=bank)[0]
 
     return make
 
@@ -132,8 +130,7 @@ def torch_runner(places: Path) -> ModelRunner:
     loaded = load_model(places / "0", torch.float32, CPU, TorchOperations(), adapters=bank)
     for slot in ADAPTERS:
         bank.publish(slot, bank.prepare(*read_checkpoint(places / f"a{slot}", bank.targets, 64)))
-    limits = RunnerLimits(block_size=4, max_num_seqs=8, max_model_len=64, num_gpu_blocks_override=60)
-    return make_runner(loaded, limits, adapters=bank)[0]
+    return make_runner(loaded, LIMITS, adapters=bank)[0]
 
 
 def test_a_step_without_adapters_multiplies_nothing_more(
@@ -148,9 +145,7 @@ def test_a_step_without_adapters_multiplies_nothing_more(
     assert len(calls) == 2 * 4
 
 
-def test_many_tokens_at_once_are_as_many_few(
-    places: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_tokens_at_once_are_as_many_few(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = []
     for few in (0, 64):
         monkeypatch.setattr("worker_svc.model.torch_adapted._FEW_TOKENS", few)
