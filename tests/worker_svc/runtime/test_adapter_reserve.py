@@ -13,9 +13,12 @@ from tiny_adapter import ALL_MODULES, write_adapter
 from tiny_llama import write_tiny_llama
 from worker_svc.errors import ConfigError
 from worker_svc.model.adapters import AdapterBank, LoadedAdapter
+from worker_svc.model.native_operations import NativeOperations
+from worker_svc.model.operations import Operations
 from worker_svc.model.other_ranks import NoOtherRanks
 from worker_svc.model.peft_checkpoint import read_checkpoint
 from worker_svc.model.shard import WHOLE, Shard
+from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime import start_up
 from worker_svc.runtime.adapter_reserve import AdapterReserve, reserve_for
@@ -46,10 +49,12 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(name, lambda: FREE_BYTES)
 
 
-def load(model: Path, shard: Shard = WHOLE) -> tuple[LoadedModel, AdapterBank]:
+def load(
+    model: Path, shard: Shard = WHOLE, operations: Operations | None = None
+) -> tuple[LoadedModel, AdapterBank]:
     bank = AdapterBank(torch.float32, CPU)
     ranks = Part(shard)
-    return load_model(model, torch.float32, CPU, ranks=ranks, adapters=bank), bank
+    return load_model(model, torch.float32, CPU, operations, ranks, adapters=bank), bank
 
 
 def prepared(bank: AdapterBank, directory: Path, **what: Any) -> LoadedAdapter:
@@ -57,6 +62,10 @@ def prepared(bank: AdapterBank, directory: Path, **what: Any) -> LoadedAdapter:
     return bank.prepare(*checkpoint)
 
 
+both_kinds = pytest.mark.parametrize("operations", [TorchOperations, NativeOperations])
+
+
+@both_kinds
 @settings(
     deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -66,18 +75,26 @@ def prepared(bank: AdapterBank, directory: Path, **what: Any) -> LoadedAdapter:
     shard=st.sampled_from([WHOLE, Shard(0, 2), Shard(1, 2), Shard(2, 3), Shard(3, 4)]),
 )
 def test_no_adapter_that_is_taken_needs_more_than_its_share(
-    model: Path, tmp_path: Path, rank: int, modules: set[str], shard: Shard
+    model: Path,
+    tmp_path: Path,
+    operations: type[Operations],
+    rank: int,
+    modules: set[str],
+    shard: Shard,
 ) -> None:
-    _, bank = load(model, shard)
+    _, bank = load(model, shard, operations())
     share = bank.largest_bytes(MAX_RANK)
     adapter = prepared(bank, tmp_path, rank=rank, modules=sorted(modules))
     assert adapter.num_bytes <= share
     assert reserve_for(bank, 5, MAX_RANK).num_bytes == 5 * share
 
 
+@both_kinds
 @pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
-def test_the_largest_adapter_needs_all_of_it(model: Path, tmp_path: Path, shard: Shard) -> None:
-    _, bank = load(model, shard)
+def test_the_largest_adapter_needs_all_of_it(
+    model: Path, tmp_path: Path, shard: Shard, operations: type[Operations]
+) -> None:
+    _, bank = load(model, shard, operations())
     adapter = prepared(bank, tmp_path, rank=MAX_RANK)
     assert adapter.num_bytes == bank.largest_bytes(MAX_RANK)
 
