@@ -64,26 +64,30 @@ struct OnlyRead {
 
 // --- x @ a.T ---
 
-// The tokens that adapters change, adapter by adapter, in strips.
+// Rows that go through a panel of a together, lest it be fetched again.
+constexpr int64_t STRIPS_AT_ONCE = 4;
+
+// The tokens that adapters change, adapter by adapter, and what is to be done for them.
 struct Changed {
-    struct Strip {
+    struct Unit {
         const LowRank* low;
+        int64_t panel;        // of a
         int64_t first, rows;  // in `order`
     };
 
     std::vector<int32_t> order;  // places of tokens
-    std::vector<Strip> strips;
+    std::vector<Unit> units;
     int64_t pitch = 0;       // of what `shrink` gives: the most ranks, in whole panels
     int64_t operations = 0;  // of `shrink`
 
-    explicit Changed(const AdaptedLinear& a) {
+    Changed(const AdaptedLinear& a, int64_t num_threads) {
         const AdaptedTokens& tokens = *a.tokens;
         std::vector<int32_t> next(tokens.num_adapters + 1);
         for (int64_t t = 0; t < tokens.T; ++t) {
             if (a.added_by(tokens.adapter_of[t])) ++next[tokens.adapter_of[t] + 1];
         }
         for (int64_t i = 0; i < tokens.num_adapters; ++i) {
-            if (int64_t count = next[i + 1]) cut(a, a.added_by(i), next[i], count);
+            if (next[i + 1]) cut(a, *a.added_by(i), next[i], next[i + 1], num_threads);
             next[i + 1] += next[i];
         }
         order.resize(next.back());
@@ -94,14 +98,19 @@ struct Changed {
     }
 
   private:
-    void cut(const AdaptedLinear& a, const LowRank* low, int64_t first, int64_t count) {
-        int64_t num_strips = (count + STRIP - 1) / STRIP, ranks = round_up(low->ranks, VECS * W);
-        for (int64_t s = 0; s < num_strips; ++s) {
-            int64_t from = count * s / num_strips;
-            strips.push_back({low, first + from, count * (s + 1) / num_strips - from});
+    void cut(const AdaptedLinear& a, const LowRank& low, int64_t first, int64_t count,
+             int64_t num_threads) {
+        int64_t panels = (low.ranks + VECS * W - 1) / (VECS * W);
+        int64_t at_once = STRIP * (panels < num_threads ? 1 : STRIPS_AT_ONCE);
+        int64_t blocks = (count + at_once - 1) / at_once;
+        for (int64_t p = 0; p < panels; ++p) {
+            for (int64_t i = 0; i < blocks; ++i) {
+                int64_t from = count * i / blocks;
+                units.push_back({&low, p, first + from, count * (i + 1) / blocks - from});
+            }
         }
-        pitch = std::max(pitch, ranks);
-        operations += 2 * count * ranks * a.plain->I;
+        pitch = std::max(pitch, panels * VECS * W);
+        operations += 2 * count * panels * VECS * W * a.plain->I;
     }
 };
 
@@ -121,37 +130,48 @@ static const typename P::Input* gather(const Linear& a, const Inputs& in, const 
     return copy;
 }
 
-// Writes x @ a.T of the tokens that are changed, each to its own place.
+// What a thread must have to do: less than elsewhere, as the helpers are awake and wait for the
+// weight.
+constexpr int64_t OPERATIONS_PER_THREAD = 128 << 10;
+
+// Some rows meet a panel of a, and what they give goes to their own places.
+template <class P, class A>
+static void shrink_unit(const Linear& a, const Inputs& in, const int32_t* tokens,
+                        const Changed::Unit& unit, int64_t pitch, typename P::Input* copy,
+                        float* shrunk) {
+    Layout<P> layout(Linear{nullptr, nullptr, unit.low->ranks, a.I, 0, a.dtype});
+    const typename P::Weight* panel =
+        (const typename P::Weight*)unit.low->a + unit.panel * layout.panel_size;
+    int64_t strips = (unit.rows + STRIP - 1) / STRIP;
+    for (int64_t s = 0; s < strips; ++s) {
+        int64_t row = unit.rows * s / strips, rows = unit.rows * (s + 1) / strips - row, x_pitch;
+        const typename P::Input* x = gather<P, A>(a, in, tokens + row, rows, copy, &x_pitch);
+        vec results[STRIP * VECS];
+        const char* ahead = (const char*)panel + (strips == 1 ? AHEAD_BYTES : 0);
+        multiply_rows<P>(rows, x, x_pitch, panel, layout.units, ahead, results);
+        for (int64_t i = 0; i < rows; ++i) {
+            float* to = shrunk + tokens[row + i] * pitch + unit.panel * VECS * W;
+            for (int j = 0; j < VECS; ++j) store(to + j * W, results[i * VECS + j]);
+        }
+    }
+}
+
+// Writes x @ a.T of the tokens that are changed. Shape: shrunk [T, changed.pitch].
 template <class P, class A>
 static void shrink(const Linear& a, const Inputs& in, const Changed& changed, float* shrunk) {
     typedef typename P::Input Input;
-    int64_t num_threads = threads_for(in.num_threads, 0, changed.operations);
+    int64_t num_threads = std::max<int64_t>(
+        1, std::min(in.num_threads, changed.operations / OPERATIONS_PER_THREAD));
     int64_t room = STRIP * Prepared<P, A>::pitch_of(a.I);
     Lines copies(num_threads * room * sizeof(Input));
-    over_units_with_thread(changed.strips.size(), num_threads, [&](int64_t unit, int64_t thread) {
-        const Changed::Strip& strip = changed.strips[unit];
-        const int32_t* tokens = &changed.order[strip.first];
-        int64_t pitch;
-        const Input* x = gather<P, A>(a, in, tokens, strip.rows,
-                                      (Input*)copies.memory.get() + thread * room, &pitch);
-        Layout<P> layout(Linear{nullptr, nullptr, strip.low->ranks, a.I, 0, a.dtype});
-        const typename P::Weight* panel = (const typename P::Weight*)strip.low->a;
-        for (int64_t p = 0; p < layout.panels; ++p, panel += layout.panel_size) {
-            vec results[STRIP * VECS];
-            multiply_rows<P>(strip.rows, x, pitch, panel, layout.units, (const char*)panel,
-                             results);
-            for (int64_t i = 0; i < strip.rows; ++i) {
-                float* to = shrunk + tokens[i] * changed.pitch + p * VECS * W;
-                for (int j = 0; j < VECS; ++j) store(to + j * W, results[i * VECS + j]);
-            }
-        }
+    over_units_with_thread(changed.units.size(), num_threads, [&](int64_t i, int64_t thread) {
+        const Changed::Unit& unit = changed.units[i];
+        Input* copy = (Input*)copies.memory.get() + thread * room;
+        shrink_unit<P, A>(a, in, &changed.order[unit.first], unit, changed.pitch, copy, shrunk);
     });
 }
 
 // --- what b makes of it ---
-
-// Rows that meet a vector of b together.
-constexpr int ROWS_OF_ADAPTER = 6;
 
 struct Adding {
     const AdaptedLinear& layer;
@@ -161,28 +181,31 @@ struct Adding {
 
 // Adds to N rows' sums of a vector of outputs.
 template <class T, int N>
-static void add_ranks(const T* b, int64_t count, const float* const* shrunk, vec* const* sums) {
+static void add_ranks(const T* b, int64_t count, const float* shrunk, int64_t pitch, vec* sums) {
     vec total[N];
-#pragma GCC unroll 6
-    for (int i = 0; i < N; ++i) total[i] = *sums[i];
+#pragma GCC unroll 12
+    for (int i = 0; i < N; ++i) total[i] = sums[i * VECS];
+    const float* from[4] = {shrunk, shrunk + 3 * pitch, shrunk + 6 * pitch, shrunk + 9 * pitch};
     for (int64_t k = 0; k < count; ++k, b += W) {
         vec weights = load(b);
-#pragma GCC unroll 6
+#pragma GCC unroll 12
         for (int i = 0; i < N; ++i) {
-            total[i] = multiply_add(splat(shrunk[i][k]), weights, total[i]);
+            total[i] = multiply_add(splat(from[i / 3][i % 3 * pitch]), weights, total[i]);
         }
+#pragma GCC unroll 4
+        for (int i = 0; i < (N + 2) / 3; ++i) ++from[i];
     }
-#pragma GCC unroll 6
-    for (int i = 0; i < N; ++i) *sums[i] = total[i];
+#pragma GCC unroll 12
+    for (int i = 0; i < N; ++i) sums[i * VECS] = total[i];
 }
 
-template <class T, int N = ROWS_OF_ADAPTER>
-static void add_to_rows(int64_t rows, const T* b, int64_t count, const float* const* shrunk,
-                        vec* const* sums) {
+template <class T, int N = STRIP>
+static void add_to_rows(int64_t rows, const T* b, int64_t count, const float* shrunk,
+                        int64_t pitch, vec* sums) {
     if constexpr (N > 1) {
-        if (rows < N) return add_to_rows<T, N - 1>(rows, b, count, shrunk, sums);
+        if (rows < N) return add_to_rows<T, N - 1>(rows, b, count, shrunk, pitch, sums);
     }
-    add_ranks<T, N>(b, count, shrunk, sums);
+    add_ranks<T, N>(b, count, shrunk, pitch, sums);
 }
 
 template <class T>
@@ -196,42 +219,30 @@ static void ask_for(const LowRank& low, int64_t panel) {
     }
 }
 
-// A `MoreSums::add`: rows of one adapter together, wherever they stand.
+// A `MoreSums::add`: neighbours that have the same adapter together.
 template <class T>
 static void add_adapters(const void* what, int64_t panel, int64_t next, int64_t first,
                          int64_t rows, vec* sums) {
     const Adding& adding = *(const Adding*)what;
     const int32_t* adapter_of = adding.layer.tokens->adapter_of + first;
-    uint32_t left = 0;
-    for (int64_t i = 0; i < rows; ++i) left |= (uint32_t)(adapter_of[i] >= 0) << i;
-    while (left) {
-        int32_t adapter = adapter_of[__builtin_ctz(left)];
-        const LowRank* low = adding.layer.added_by(adapter);
-        int64_t places[ROWS_OF_ADAPTER], count = 0;
-        for (int64_t i = 0; i < rows && count < ROWS_OF_ADAPTER; ++i) {
-            if (!(left >> i & 1) || adapter_of[i] != adapter) continue;
-            left &= ~(1u << i);
-            if (low) places[count++] = i;
-        }
+    for (int64_t row = 0, end; row < rows; row = end) {
+        for (end = row + 1; end < rows && adapter_of[end] == adapter_of[row];) ++end;
+        const LowRank* low = adding.layer.added_by(adapter_of[row]);
         if (!low) continue;
         ask_for<T>(*low, next);
         for (int j = 0; j < VECS; ++j) {
             const Reach& reach = low->reach[panel * VECS + j];
-            const float* shrunk[ROWS_OF_ADAPTER];
-            vec* to[ROWS_OF_ADAPTER];
-            for (int64_t i = 0; i < count; ++i) {
-                shrunk[i] = adding.shrunk + (first + places[i]) * adding.pitch + reach.first;
-                to[i] = sums + places[i] * VECS + j;
-            }
-            add_to_rows<T>(count, (const T*)low->b + reach.at, reach.count, shrunk, to);
+            const float* shrunk = adding.shrunk + (first + row) * adding.pitch + reach.first;
+            add_to_rows<T>(end - row, (const T*)low->b + reach.at, reach.count, shrunk,
+                           adding.pitch, sums + row * VECS + j);
         }
     }
 }
 
 template <class P, class A>
 static int run_adapted(const AdaptedLinear& a, Inputs in) {
-    Changed changed(a);
-    if (changed.strips.empty()) return a.run(in);
+    Changed changed(a, in.num_threads);
+    if (changed.units.empty()) return a.run(in);
     Lines shrunk(in.T * changed.pitch * sizeof(float));
     Adding adding{a, (const float*)shrunk.memory.get(), changed.pitch};
     shrink<P, A>(*a.plain, in, changed, (float*)shrunk.memory.get());
