@@ -75,7 +75,8 @@ struct Changed {
         int64_t first, rows;  // in `order`
     };
 
-    std::vector<int32_t> order;  // places of tokens
+    std::vector<int32_t> order;  // places of tokens, rising for each adapter
+    std::vector<int32_t> place;  // of a token in `order`
     std::vector<Unit> units;
     int64_t pitch = 0;       // of what `shrink` gives: the most ranks, in whole panels
     int64_t operations = 0;  // of `shrink`
@@ -91,9 +92,12 @@ struct Changed {
             next[i + 1] += next[i];
         }
         order.resize(next.back());
+        place.resize(tokens.T);
         for (int64_t t = 0; t < tokens.T; ++t) {
             int32_t adapter = tokens.adapter_of[t];
-            if (a.added_by(adapter)) order[next[adapter]++] = (int32_t)t;
+            if (!a.added_by(adapter)) continue;
+            place[t] = next[adapter]++;
+            order[place[t]] = (int32_t)t;
         }
     }
 
@@ -134,7 +138,7 @@ static const typename P::Input* gather(const Linear& a, const Inputs& in, const 
 // weight.
 constexpr int64_t OPERATIONS_PER_THREAD = 128 << 10;
 
-// Some rows meet a panel of a, and what they give goes to their own places.
+// Some rows meet a panel of a.
 template <class P, class A>
 static void shrink_unit(const Linear& a, const Inputs& in, const int32_t* tokens,
                         const Changed::Unit& unit, int64_t pitch, typename P::Input* copy,
@@ -150,13 +154,13 @@ static void shrink_unit(const Linear& a, const Inputs& in, const int32_t* tokens
         const char* ahead = (const char*)panel + (strips == 1 ? AHEAD_BYTES : 0);
         multiply_rows<P>(rows, x, x_pitch, panel, layout.units, ahead, results);
         for (int64_t i = 0; i < rows; ++i) {
-            float* to = shrunk + tokens[row + i] * pitch + unit.panel * VECS * W;
+            float* to = shrunk + (unit.first + row + i) * pitch + unit.panel * VECS * W;
             for (int j = 0; j < VECS; ++j) store(to + j * W, results[i * VECS + j]);
         }
     }
 }
 
-// Writes x @ a.T of the tokens that are changed. Shape: shrunk [T, changed.pitch].
+// Writes x @ a.T of the tokens that are changed, in their order: shrunk [order, changed.pitch].
 template <class P, class A>
 static void shrink(const Linear& a, const Inputs& in, const Changed& changed, float* shrunk) {
     typedef typename P::Input Input;
@@ -175,18 +179,28 @@ static void shrink(const Linear& a, const Inputs& in, const Changed& changed, fl
 
 struct Adding {
     const AdaptedLinear& layer;
-    const float* shrunk;  // [T, pitch]
+    const Changed& changed;
+    const float* shrunk;  // [order, changed.pitch]
+};
+
+// Rows of a strip that have one adapter. Of x @ a.T theirs lie one behind the other.
+struct OfAdapter {
+    int64_t places[STRIP], count;  // in the strip
+    const float* shrunk;
     int64_t pitch;
 };
 
 // Adds to N rows' sums of a vector of outputs.
 template <class T, int N>
-static void add_ranks(const T* b, int64_t count, const float* shrunk, int64_t pitch, vec* sums) {
+static void add_ranks(const T* b, const Reach& reach, const OfAdapter& rows, vec* sums) {
     vec total[N];
 #pragma GCC unroll 12
-    for (int i = 0; i < N; ++i) total[i] = sums[i * VECS];
-    const float* from[4] = {shrunk, shrunk + 3 * pitch, shrunk + 6 * pitch, shrunk + 9 * pitch};
-    for (int64_t k = 0; k < count; ++k, b += W) {
+    for (int i = 0; i < N; ++i) total[i] = sums[rows.places[i] * VECS];
+    int64_t pitch = rows.pitch;
+    const float* x = rows.shrunk + reach.first;
+    const float* from[4] = {x, x + 3 * pitch, x + 6 * pitch, x + 9 * pitch};
+    b += reach.at;
+    for (int64_t k = 0; k < reach.count; ++k, b += W) {
         vec weights = load(b);
 #pragma GCC unroll 12
         for (int i = 0; i < N; ++i) {
@@ -196,16 +210,15 @@ static void add_ranks(const T* b, int64_t count, const float* shrunk, int64_t pi
         for (int i = 0; i < (N + 2) / 3; ++i) ++from[i];
     }
 #pragma GCC unroll 12
-    for (int i = 0; i < N; ++i) sums[i * VECS] = total[i];
+    for (int i = 0; i < N; ++i) sums[rows.places[i] * VECS] = total[i];
 }
 
 template <class T, int N = STRIP>
-static void add_to_rows(int64_t rows, const T* b, int64_t count, const float* shrunk,
-                        int64_t pitch, vec* sums) {
+static void add_to_rows(const T* b, const Reach& reach, const OfAdapter& rows, vec* sums) {
     if constexpr (N > 1) {
-        if (rows < N) return add_to_rows<T, N - 1>(rows, b, count, shrunk, pitch, sums);
+        if (rows.count < N) return add_to_rows<T, N - 1>(b, reach, rows, sums);
     }
-    add_ranks<T, N>(b, count, shrunk, pitch, sums);
+    add_ranks<T, N>(b, reach, rows, sums);
 }
 
 template <class T>
@@ -219,22 +232,27 @@ static void ask_for(const LowRank& low, int64_t panel) {
     }
 }
 
-// A `MoreSums::add`: neighbours that have the same adapter together.
+// A `MoreSums::add`: rows of one adapter together, wherever they stand.
 template <class T>
 static void add_adapters(const void* what, int64_t panel, int64_t next, int64_t first,
                          int64_t rows, vec* sums) {
     const Adding& adding = *(const Adding*)what;
+    const Changed& changed = adding.changed;
     const int32_t* adapter_of = adding.layer.tokens->adapter_of + first;
-    for (int64_t row = 0, end; row < rows; row = end) {
-        for (end = row + 1; end < rows && adapter_of[end] == adapter_of[row];) ++end;
+    uint32_t done = 0;
+    for (int64_t row = 0; row < rows; ++row) {
         const LowRank* low = adding.layer.added_by(adapter_of[row]);
-        if (!low) continue;
+        if (!low || done >> row & 1) continue;
+        const float* shrunk = adding.shrunk + changed.place[first + row] * changed.pitch;
+        OfAdapter of{{}, 0, shrunk, changed.pitch};
+        for (int64_t i = row; i < rows; ++i) {
+            if (adapter_of[i] != adapter_of[row]) continue;
+            of.places[of.count++] = i;
+            done |= 1u << i;
+        }
         ask_for<T>(*low, next);
         for (int j = 0; j < VECS; ++j) {
-            const Reach& reach = low->reach[panel * VECS + j];
-            const float* shrunk = adding.shrunk + (first + row) * adding.pitch + reach.first;
-            add_to_rows<T>(end - row, (const T*)low->b + reach.at, reach.count, shrunk,
-                           adding.pitch, sums + row * VECS + j);
+            add_to_rows<T>((const T*)low->b, low->reach[panel * VECS + j], of, sums + j);
         }
     }
 }
@@ -243,8 +261,8 @@ template <class P, class A>
 static int run_adapted(const AdaptedLinear& a, Inputs in) {
     Changed changed(a, in.num_threads);
     if (changed.units.empty()) return a.run(in);
-    Lines shrunk(in.T * changed.pitch * sizeof(float));
-    Adding adding{a, (const float*)shrunk.memory.get(), changed.pitch};
+    Lines shrunk(changed.order.size() * changed.pitch * sizeof(float));
+    Adding adding{a, changed, (const float*)shrunk.memory.get()};
     shrink<P, A>(*a.plain, in, changed, (float*)shrunk.memory.get());
     MoreSums more{add_adapters<typename P::Weight>, &adding};
     in.more = &more;

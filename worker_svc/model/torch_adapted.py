@@ -5,8 +5,9 @@ from dataclasses import dataclass
 
 import torch
 
+from kernels.activation import Activation
 from kernels.low_rank import LowRankPart
-from worker_svc.model.operations import Linear
+from worker_svc.model.operations import Linear, Operations
 
 _FEW_TOKENS = 64
 """Up to so many, one product with zeros in it costs less than one for each matrix of a layer."""
@@ -90,3 +91,19 @@ def fuse(
         found.append(place)
         first = last
     return LayerChange(a.to(device, dtype), b.to(device, dtype), tuple(found))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Gated:
+    """activation(gate) * up of a linear layer that gives [gate, up], between which adapters add."""
+
+    linear: Linear
+    operations: Operations
+    activation: Activation
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the product. Shapes: x [T, in], returns [T, I]."""
+        gate_up = self.linear(x)
+        if self.activation is Activation.GELU:
+            return self.operations.gelu_and_mul(gate_up)
+        return self.operations.silu_and_mul(gate_up)
