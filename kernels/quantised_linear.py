@@ -176,6 +176,7 @@ class QuantisedLinear:
         code.pagemill_quantised_pack(
             ctypes.byref(self._arguments),
             *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, scales, minimums, packed)),
+            ctypes.c_int64(cpu_threads.num_threads()),
         )
         return packed
 

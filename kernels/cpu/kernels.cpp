@@ -10,10 +10,12 @@
 #include "draw.h"
 #include "layers.h"
 #include "linear.h"
+#include "pack.h"
 #include "prefill.h"
 #include "quantised.h"
 #include "read.h"
 #include "told.h"
+#include "unpack.h"
 
 namespace {
 

@@ -52,9 +52,7 @@ def test_the_address_to_join_can_come_on_standard_input() -> None:
 
 @pytest.mark.parametrize("said", ["", "\n", "-\n", "h:0\n"])
 def test_what_standard_input_says_must_be_an_address(said: str) -> None:
-    with pytest.raises(
-        ConfigError, match="join is '-', and standard input says '.*', must be HOST"
-    ):
+    with pytest.raises(ConfigError, match=r"join is '-', and .* says '.*', must be HOST"):
         settled_join(read_settings(["model", "--join", "-"]), StringIO(said))
 
 
