@@ -12,6 +12,7 @@
 #include "linear.h"
 #include "pack.h"
 #include "prefill.h"
+#include "quantise.h"
 #include "quantised.h"
 #include "read.h"
 #include "told.h"
