@@ -3,7 +3,7 @@
 
 #include <vector>
 
-#include "linear.h"
+#include "pack.h"
 
 // The ranks that reach a vector of a layer's outputs, and where they stand in b.
 struct Reach {
@@ -106,7 +106,7 @@ static void pack_low_rank(const Linear& a, const LowRankPart* parts, int64_t num
     for (int64_t i = 0; i < num_parts; rank += parts[i++].rank) {
         memcpy((void*)&rows[rank * a.I], parts[i].a, parts[i].rank * a.I * sizeof(A));
     }
-    pack_weight<P>(of_a, rows.data(), a.I, (Weight*)memory);
+    pack_weight<P>(of_a, rows.data(), a.I, (A*)memory, 1);
     *to = {memory, b, reach, layout.ranks};
 }
 

@@ -34,15 +34,19 @@ static void pack_panel(const Linear& a, const Layout<P>& layout, int64_t p, cons
 }
 
 // Packs a weight [O, I], or [2 * O, I] if gated, with rows `stride` elements apart.
+template <class P, class A>
+static void pack_weight(const Linear& a, const A* weight, int64_t stride, A* packed,
+                        int64_t num_threads) {
+    Layout<P> layout(a);
+    over_units(layout.panels, num_threads, [&](int64_t panel) {
+        pack_panel<P>(a, layout, panel, weight, stride, packed + panel * layout.panel_size);
+    });
+}
+
 extern "C" int pagemill_linear_pack(const Linear* a, const void* weight, int64_t stride,
                                     void* packed, int64_t num_threads) {
     return with_weights(a->dtype, [&](auto p, auto type) {
-        typedef decltype(p) P;
         typedef decltype(type) A;
-        Layout<P> layout(*a);
-        over_units(layout.panels, num_threads, [&](int64_t panel) {
-            A* to = (A*)packed + panel * layout.panel_size;
-            pack_panel<P>(*a, layout, panel, (const A*)weight, stride, to);
-        });
+        pack_weight<decltype(p)>(*a, (const A*)weight, stride, (A*)packed, num_threads);
     });
 }
