@@ -58,6 +58,7 @@ def _local_settings(settings: WorkerSettings) -> LocalSettings:
         device=settings.device,
         dtype=settings.dtype,
         kv_cache_dtype=settings.kv_cache_dtype,
+        calculate_kv_scales=settings.calculate_kv_scales,
         attention_backend=settings.attention_backend,
         quantization=settings.quantization,
         kv_cache_memory_bytes=settings.kv_cache_memory_bytes,

@@ -97,6 +97,10 @@ class WorkerSettings(BaseSettings):
     """Type of the cached keys and values. auto: as dtype. fp8 (e4m3; scales per head from the
     checkpoint, or measured at start) and fp8_e5m2 hold twice the tokens of bfloat16."""
 
+    calculate_kv_scales: CliImplicitFlag[bool] = True
+    """Measure the scales of an fp8 (e4m3) cache where the checkpoint brings none. Off: they are 1,
+    with a warning."""
+
     kv_cache_memory_bytes: int | None = Field(default=None, gt=0)
     """Bytes of the KV cache, whatever memory is free. Unset: as memory allows; on a CPU 0.4 of what
     is free, at most 4 GiB."""

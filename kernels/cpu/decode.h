@@ -46,6 +46,7 @@ public:
 
     // Behind the last of `count` runs there must be room for one more.
     void start(Run* runs, int64_t count) {
+        for (int64_t i = 0; i < count; ++i) look_up_pages(runs[i]);
         // The end: a line that is there already, again and again.
         runs[count] = {(const char*)runs, (const char*)runs + 64};
         next = runs;
@@ -73,6 +74,15 @@ public:
     }
 
 private:
+    // A request is dropped while the processor looks its page up: more than half of them were, in
+    // pages of 4 KiB (Zen 4 under KVM). So pages come first, all at once.
+    static void look_up_pages(const Run& run) {
+        for (const char* page = run.at; page < run.end; page += PAGE) prefetch(page);
+        prefetch(run.end - 1);
+    }
+
+    static constexpr int64_t PAGE = 4096;  // bytes
+
     const char *at, *end;
     const Run *next, *last;
 };

@@ -112,14 +112,18 @@ class RecordingHost:
         step_s: float,
         adapter_dir: str = "",
         kv_cache_dtype: str = "auto",
+        *,
+        calculate_kv_scales: bool = True,
     ) -> None:
-        log = make_logger(io.StringIO(), "text", "error")
+        self.log = io.StringIO()
+        log = make_logger(self.log, "text", "warning")
         self._model = LocalModel(
             LocalSettings(
                 model_path=str(path),
                 device="cpu",
                 dtype="float32",
                 kv_cache_dtype=kv_cache_dtype,
+                calculate_kv_scales=calculate_kv_scales,
                 attention_backend="auto",
                 kv_cache_memory_bytes=None,
                 gpu_memory_utilization=0.9,
@@ -208,6 +212,8 @@ class Stack:
     """Of the workers. Empty: they load none."""
     kv_cache_dtype: str = "auto"
     """Of the workers."""
+    calculate_kv_scales: bool = True
+    """Of the workers."""
 
     @property
     def scheduler(self) -> Scheduler:
@@ -223,7 +229,12 @@ class Stack:
     ) -> RunningWorker:
         """Start a worker and wait until it serves."""
         host = RecordingHost(
-            model or self.model, num_blocks, step_s, self.adapter_dir, self.kv_cache_dtype
+            model or self.model,
+            num_blocks,
+            step_s,
+            self.adapter_dir,
+            self.kv_cache_dtype,
+            calculate_kv_scales=self.calculate_kv_scales,
         )
         self.workers.append(start_worker(host, self.worker_address))
         await until(lambda: bool(self.engine.serving))
@@ -266,6 +277,7 @@ async def serving(
     traces: Tracing | None = None,
     adapter_dir: Path | None = None,
     kv_cache_dtype: str = "auto",
+    calculate_kv_scales: bool = True,
     **settings: object,
 ) -> AsyncIterator[Stack]:
     """Serve a model with blocks of 4 until the block is left. `step_s`: seconds a step takes."""
@@ -295,6 +307,7 @@ async def serving(
         model, parts.engine, client, public.address, workers.address, registry, task, stop
     )
     stack.adapter_dir, stack.kv_cache_dtype = str(adapter_dir or ""), kv_cache_dtype
+    stack.calculate_kv_scales = calculate_kv_scales
     try:
         async with client:
             if join:

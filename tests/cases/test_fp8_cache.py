@@ -83,6 +83,26 @@ async def test_case_E_05_scales_are_told_once_wherever_they_come_from(
     assert log.count("scales") == log.count(told) == 1
 
 
+async def test_case_E_05_missing_scales_are_1_with_one_warning_where_none_are_measured(
+    tmp_path: Path,
+) -> None:
+    """And what is answered then is what a checkpoint with scales of 1 answers."""
+    models = (write_tiny_llama(tmp_path / "plain"), with_scales(tmp_path, 1.0))
+    found = []
+    for model in models:
+        async with serving(model, kv_cache_dtype="fp8", calculate_kv_scales=False) as stack:
+            completion = await stack.client.complete(
+                prompt=Q, temperature=0, max_tokens=8, ignore_eos=True, logprobs=1
+            )
+            found.append((completion.token_ids, logprobs(completion)))
+            log = stack.workers[0].host.log.getvalue()
+        warnings = [line for line in log.splitlines() if "scale" in line]
+        assert all("level=warning" in line for line in warnings)
+        assert len(warnings) == (model == models[0])
+        assert all("scales of 1" in line for line in warnings)
+    assert found[0] == found[1]
+
+
 async def answer(stack: Any, prompt: list[int], salt: str = "") -> tuple[int, Completion]:
     more = {"salt": salt} if salt else {}
     found = await stack.client.complete(

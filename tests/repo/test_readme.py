@@ -12,7 +12,7 @@ import pytest
 import typer
 
 from commands import run
-from pagemill.cli.__main__ import make_app
+from pagemill.cli.command import make_app
 from scripted_server import ScriptedServer, serving
 from source_tree import ROOT, documents, relative
 

@@ -56,7 +56,7 @@ def _read_json(path: Path) -> Mapping[str, object]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelError(f"{path.name} cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelError(f"{path.name} is not JSON: {error}") from error
     if not isinstance(values, dict):
         raise ModelError(f"{path.name} is not a JSON object")

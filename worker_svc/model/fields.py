@@ -1,9 +1,15 @@
 """Named values of a model's files, read with their types checked."""
 
-import math
+import sys
 from collections.abc import Mapping
+from typing import Final
 
 from worker_svc.errors import ModelError
+
+_MAX_COUNT: Final = 2**31 - 1
+"""Of layers, heads, tokens and all that is counted: the protocol has 32 bits for these."""
+
+_MAX: Final = sys.float_info.max
 
 
 class Fields:
@@ -35,24 +41,20 @@ class Fields:
             raise self._error(name, "an integer")
         return value
 
-    def count(self, name: str, default: int | None = None, *, most: int | None = None) -> int:
+    def count(self, name: str, default: int | None = None, *, most: int = _MAX_COUNT) -> int:
         """Return a positive integer, of at most `most`."""
         value = self._value(name, default)
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise self._error(name, "a positive integer")
-        if most is not None and value > most:
-            raise self._error(name, f"at most {most}")
+            raise self._error(name, "a positive integer", value)
+        if value > most:
+            raise self._error(name, f"at most {most}", value)
         return value
 
     def number(self, name: str, default: float | None = None) -> float:
         """Return a positive, finite number."""
         value = self._value(name, default)
-        if (
-            not isinstance(value, int | float)
-            or isinstance(value, bool)
-            or not (math.isfinite(value) and value > 0)
-        ):
-            raise self._error(name, "a positive number")
+        if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value <= _MAX:
+            raise self._error(name, "a positive number", value)
         return float(value)
 
     def flag(self, name: str, *, default: bool | None = None) -> bool:
@@ -99,6 +101,7 @@ class Fields:
             raise ModelError(f"{self._source}: {name} is missing")
         return value
 
-    def _error(self, name: str, wanted: str) -> ModelError:
-        value = repr(self._values.get(name))
-        return ModelError(f"{self._source}: {name} is {value[:100]}, must be {wanted}")
+    def _error(self, name: str, wanted: str, found: object = None) -> ModelError:
+        """Return the error of what was found, which may be a default that makes no sense here."""
+        found = self._values.get(name) if found is None else found
+        return ModelError(f"{self._source}: {name} is {repr(found)[:100]}, must be {wanted}")

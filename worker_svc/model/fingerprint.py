@@ -34,7 +34,9 @@ def model_fingerprint(path: Path, quantization: str = "none") -> str:
         for file, head in zip(files, heads, strict=True):
             _add_file(digest, file, head, _NUM_SAMPLES // len(files) + 1)
     except OSError as error:
-        raise ModelError(f"{path.name} cannot be read: {error.strerror}") from error
+        # The one that is missing, of how many there may be.
+        name = Path(error.filename or path).name
+        raise ModelError(f"{name} cannot be read: {error.strerror}") from error
     if quantization != "none":
         _add(digest, quantization.encode())
     return digest.hexdigest()

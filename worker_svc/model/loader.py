@@ -360,6 +360,8 @@ class Loader:
     ) -> torch.Tensor:
         parts = self._find(name, shape)
         tensor = self._source.read(name, dtype or self._dtype, *parts)
+        if not tensor.is_floating_point():
+            raise ModelError(f"tensor {name} is {tensor.dtype}, must be of floats")
         self._taken(name)
         return tensor
 

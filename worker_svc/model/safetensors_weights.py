@@ -91,7 +91,7 @@ def weight_files(directory: Path) -> list[Path]:
         return [single]
     try:
         names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ModelError(f"{INDEX_FILE} is damaged: {error}") from error
     for name in names:
         if not isinstance(name, str) or Path(name).name != name:

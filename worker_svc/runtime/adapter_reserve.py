@@ -34,9 +34,10 @@ class AdapterReserve:
         """How much for what, by the settings' names; empty if there is nothing."""
         if not self.num_bytes:
             return ""
+        each = self.num_bytes / self.max_adapters / _GIB
         return (
-            f"{self.num_bytes / _GIB:.2f} GiB kept for adapters: max_loras is {self.max_adapters}, "
-            f"max_lora_rank is {self.max_rank}"
+            f"{self.num_bytes / _GIB:.2f} GiB kept for adapters, {each:.2f} for each: max_loras is "
+            f"{self.max_adapters}, max_lora_rank is {self.max_rank}"
         )
 
 

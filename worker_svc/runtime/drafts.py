@@ -51,7 +51,7 @@ def verify_drafts(
 ) -> Verified | None:
     """Draw for the rows with drafts, and append to each what it keeps; None if there are none.
 
-    A row whose logits are no numbers fails, for `reason`.
+    A row fails, for `reason`, whose logits are no numbers up to the first token that is wrong.
 
     Shapes: hidden [T, E] of all tokens of the step; running [R], the rows they belong to.
     """
@@ -72,12 +72,13 @@ def verify_drafts(
     start = 0
     for row, count in zip(numbers.tolist(), counts.tolist(), strict=True):
         own = drawn[start : start + count]
-        if failed[start : start + count].any():
+        first = int(rows.num_tokens[row])
+        right = own[:-1] == rows.tokens[row, first : first + count - 1]
+        num_kept = 1 + int(np.argmin(right) if not right.all() else len(right))
+        # What lies behind a wrong token says nothing of the row.
+        if failed[start : start + num_kept].any():
             rows.failures[row] = reason
         else:
-            first = int(rows.num_tokens[row])
-            right = own[:-1] == rows.tokens[row, first : first + count - 1]
-            num_kept = 1 + int(np.argmin(right) if not right.all() else len(right))
             rows.keep_verified(row, own[:num_kept])
             kept_rows.append(row)
             kept.append(own[:num_kept])
@@ -91,6 +92,8 @@ def verify_drafts(
 
 def with_verified(result: StepResult, verified: Verified) -> StepResult:
     """Return a step's result with what rows with drafts sampled, all rows in order."""
+    if not len(verified.rows):
+        return result
     counts = result.num_tokens if len(result.num_tokens) else np.ones_like(result.rows)
     rows = np.concatenate((result.rows, verified.rows))
     order = np.argsort(rows)

@@ -34,6 +34,22 @@ def available_memory_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -
     return min((available, *_left_in_groups(root, membership)))
 
 
+def total_memory_bytes(root: Path = _ROOT, membership: Path = _MEMBERSHIP) -> int:
+    """Return the most memory this process could ever have: the machine's, or a control group's."""
+    total = int(psutil.virtual_memory().total)
+    return min((total, *_limits_of_groups(root, membership)))
+
+
+def _limits_of_groups(root: Path, membership: Path) -> Iterator[int]:
+    for folder, files in _groups(root, membership):
+        try:
+            limit = (folder / files.limit).read_text().strip()
+        except OSError:
+            continue
+        if limit != "max":
+            yield int(limit)
+
+
 def _left_in_groups(root: Path, membership: Path) -> Iterator[int]:
     for folder, files in _groups(root, membership):
         try:

@@ -30,6 +30,9 @@ class KvForm:
     origin: str
     """Where the scales come from, in words. Empty: the cache is not fp8."""
 
+    lacks_scales: bool = False
+    """The scales are 1 since nobody brought or measured any."""
+
     @property
     def scales_name(self) -> str:
         """Eight hex digits that differ when the scales do; empty if there are none."""
@@ -41,10 +44,17 @@ class KvForm:
         return digest.hexdigest()[:8]
 
 
-def choose_kv_form(loaded: LoadedModel, dtype: torch.dtype, kept: KvForm | None = None) -> KvForm:
+def choose_kv_form(
+    loaded: LoadedModel,
+    dtype: torch.dtype,
+    kept: KvForm | None = None,
+    *,
+    measures: bool = True,
+) -> KvForm:
     """Return the form of a cache of `dtype`; `kept`, if that is how a cache is stored already.
 
-    e4m3 takes the scales of the checkpoint, or measures them. e5m2 takes none: it reaches as far
+    e4m3 takes the scales of the checkpoint, or measures them; unless all ranks want to, they are 1
+    then. e5m2 takes none: it reaches as far
     as float16, and a scale would not make it more precise.
 
     All ranks of a group call this at once, each time they have met. Where one of them has no
@@ -61,6 +71,9 @@ def choose_kv_form(loaded: LoadedModel, dtype: torch.dtype, kept: KvForm | None 
     everybody_has = loaded.ranks.least(kept is not None)
     if kept is not None and everybody_has:
         return kept
+    # Ranks that were told different things do the same: what needs no measuring.
+    if not loaded.ranks.least(measures):
+        return kept or KvForm(dtype, _ones(loaded), "scales of 1", lacks_scales=True)
     measured = measure_scales(loaded.model, dtype)
     old = None if kept is None else kept.scales
     shared = share_scales(measured, old, loaded.kv_heads, loaded.ranks)
@@ -68,3 +81,10 @@ def choose_kv_form(loaded: LoadedModel, dtype: torch.dtype, kept: KvForm | None 
     mine = slice(loaded.kv_heads.mine.start, loaded.kv_heads.mine.stop)
     scales = tuple(Scales(one.k[mine].clone(), one.v[mine].clone()) for one in shared)
     return KvForm(dtype, scales, "static scales per head, calibrated")
+
+
+def _ones(loaded: LoadedModel) -> tuple[Scales, ...]:
+    """Return a scale of 1 for each layer and head of this rank."""
+    config, device = loaded.model.config, loaded.model.device
+    one = torch.ones(config.num_kv_heads, device=device)
+    return tuple(Scales(one, one) for _ in range(config.num_layers))

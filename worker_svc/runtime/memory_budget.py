@@ -102,11 +102,13 @@ def num_blocks_that_fit(
     max_model_len: int,
     needs: Callable[[int], int],
     kept: str = "",
+    *,
+    given: str = "",
 ) -> int:
     """Return how many usable blocks `cache_bytes` hold, beside the null block.
 
     `needs` says how many blocks a request of so many tokens holds at a time; `kept`, in words, for
-    what else memory was kept.
+    what else memory was kept; `given`, which setting gave so many bytes, if one did.
 
     Raises: ConfigError if one request of `max_model_len` does not fit. It names the GiB needed
         and available and the greatest length that does.
@@ -116,11 +118,13 @@ def num_blocks_that_fit(
     needed = needs(max_model_len)
     if needed > num_blocks:
         longest = longest_that_fits(num_blocks, max_model_len, needs)
+        bound = f"must be at most {longest}" if longest else "not one block fits"
+        source = f"{given}, give more" if given else "or give kv_cache_memory_bytes"
         raise ConfigError(
             f"max_model_len is {max_model_len}: one request needs "
             f"{needed * block_bytes / GIB:.2f} GiB of KV cache, "
-            f"{cache_bytes / GIB:.2f} GiB is available; must be at most "
-            f"{longest} (or give kv_cache_memory_bytes)" + (f"; {kept}" if kept else "")
+            f"{cache_bytes / GIB:.2f} GiB is available; {bound} ({source})"
+            + (f"; {kept}" if kept else "")
         )
     return num_blocks
 

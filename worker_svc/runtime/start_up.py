@@ -10,9 +10,11 @@ from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.weights import LoadedModel
 from worker_svc.runtime.adapter_reserve import NO_ADAPTERS, AdapterReserve
+from worker_svc.runtime.free_memory import total_memory_bytes
 from worker_svc.runtime.kv_cache import KVCache, block_bytes
 from worker_svc.runtime.kv_form import KvForm
 from worker_svc.runtime.memory_budget import (
+    GIB,
     MemoryReport,
     blocks_for,
     cpu_cache_bytes,
@@ -47,6 +49,14 @@ class RunnerLimits:
 
     gpu_memory_utilization: float = 0.92
     """Part of a GPU's memory to use, in all. Means nothing on a CPU."""
+
+    @property
+    def size_given(self) -> str:
+        """Which setting says how large the cache is, and its value. Empty: none, it is measured."""
+        for name in ("num_gpu_blocks_override", "kv_cache_memory_bytes"):
+            if (value := getattr(self, name)) is not None:
+                return f"{name} is {value}"
+        return ""
 
     def __post_init__(self) -> None:
         """Raise ConfigError, naming the field, its value and its bound."""
@@ -99,13 +109,12 @@ def make_runner(
     num_blocks = limits.num_gpu_blocks_override
     if num_blocks is None:
         cache_bytes, kept = _cache_bytes(loaded, limits, form, reserve)
-        num_blocks = num_blocks_that_fit(cache_bytes, bytes_of_block, max_model_len, needs, kept)
+        num_blocks = num_blocks_that_fit(
+            cache_bytes, bytes_of_block, max_model_len, needs, kept, given=limits.size_given
+        )
     # Each rank has its part of every block, so all have as many as the one with the least room.
     num_blocks = loaded.ranks.least(num_blocks)
-    cache = KVCache(
-        config, num_blocks, limits.block_size, form.dtype, model.device, form.scales,
-        in_lanes=model.keys_in_lanes,
-    )  # fmt: skip
+    cache = _allocate(loaded, limits, form, num_blocks)
     runner = ModelRunner(
         model,
         cache,
@@ -129,6 +138,32 @@ def make_runner(
         adapters=reserve.words,
     )
     return runner, report
+
+
+def _allocate(loaded: LoadedModel, limits: RunnerLimits, form: KvForm, num_blocks: int) -> KVCache:
+    """Return an empty cache.
+
+    Raises: ConfigError if the size that a setting gives is more than the machine has. On a CPU
+        that is no error of the system's: it gives memory when it is touched, and then kills.
+    """
+    model, shard = loaded.model, loaded.ranks.shard
+    given = limits.size_given
+    num_bytes = num_blocks * block_bytes(model.config, limits.block_size, form.dtype)
+    words = f"{given}: a KV cache of {num_bytes / GIB:.2f} GiB"
+    if given and model.device.type == "cpu":
+        # As far as anybody knows, the ranks share one machine's memory.
+        room = total_memory_bytes() // shard.world_size
+        if num_bytes > room:
+            raise ConfigError(f"{words}, must be at most {room / GIB:.2f}, the memory there is")
+    try:
+        return KVCache(
+            model.config, num_blocks, limits.block_size, form.dtype, model.device, form.scales,
+            in_lanes=model.keys_in_lanes,
+        )  # fmt: skip
+    except (OSError, torch.OutOfMemoryError) as error:
+        if not given:
+            raise
+        raise ConfigError(f"{words} cannot be had: {error}") from error
 
 
 def _max_model_len(limits: RunnerLimits, made_for: int) -> int:

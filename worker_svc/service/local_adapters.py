@@ -1,10 +1,11 @@
 """The adapters of a model on this machine: where their files lie, and how large they may be."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
-from worker_svc.errors import AdapterError
+from worker_svc.errors import AdapterError, ConfigError
 from worker_svc.model.adapters import AdapterBank, LoadedAdapter
 from worker_svc.model.peft_checkpoint import find_directory, read_checkpoint
 from worker_svc.runtime.adapter_reserve import AdapterReserve, reserve_for
@@ -24,6 +25,9 @@ class LocalAdapters:
     """An AdapterHost over a bank."""
 
     def __init__(self, settings: AdapterSettings, dtype: torch.dtype, device: torch.device) -> None:
+        """Raise ConfigError if a directory is wanted and not there."""
+        if settings.directory and not Path(settings.directory).is_dir():
+            raise ConfigError(f"adapter_dir is {settings.directory!r}, must be a directory")
         self._settings = settings
         self._dtype = dtype
         self.bank = AdapterBank(dtype, device) if settings.directory else None

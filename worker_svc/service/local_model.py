@@ -43,6 +43,7 @@ class LocalSettings:
     gpu_memory_utilization: float
     num_gpu_blocks_override: int | None
     quantization: str = "none"
+    calculate_kv_scales: bool = True
     adapters: AdapterSettings = field(default_factory=AdapterSettings)
 
 
@@ -143,7 +144,17 @@ class LocalModel:
         """As `ModelHost.agree`: find the KV scales, which may take a step of all ranks."""
         if self._loaded is None:
             raise InvariantError("ranks agree before the model is loaded")
-        self._kv_form = choose_kv_form(self._loaded, self._kv_dtype, self._kv_form)
+        self._kv_form = choose_kv_form(
+            self._loaded,
+            self._kv_dtype,
+            self._kv_form,
+            measures=self._settings.calculate_kv_scales,
+        )
+        if self._kv_form.lacks_scales:
+            self._log.warning(
+                "keys and values have scales of 1: the checkpoint brings none, and "
+                "calculate_kv_scales is off"
+            )
 
     def _say_what_few_bits_became(self, loaded: LoadedModel) -> None:
         dtype, size = str(self._dtype).removeprefix("torch."), self._dtype.itemsize

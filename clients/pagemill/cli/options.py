@@ -63,6 +63,9 @@ System = Annotated[str | None, Option(help="The system message.")]
 Device = Annotated[str | None, Option(help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str | None, Option(help="auto, float32, bfloat16 or float16.")]
 KvCacheDtype = Annotated[str | None, Option(help="auto (as dtype), fp8 or fp8_e5m2.")]
+CalculateKvScales = Annotated[
+    bool | None, Option(help="Measure fp8 scales that no checkpoint brings; else they are 1.")
+]
 KvCacheMemoryBytes = Annotated[int | None, Option(help="Of the KV cache, whatever is free.")]
 AttentionBackend = Annotated[str | None, Option(help="Of the worker: auto, native or torch.")]
 Quantization = Annotated[str | None, Option(help="Of linear layers: none, int8 or int4.")]

@@ -66,6 +66,7 @@ WORKER_SETTINGS = frozenset(
     {
         "adapter_dir",
         "attention_backend",
+        "calculate_kv_scales",
         "device",
         "dtype",
         "gpu_memory_utilization",

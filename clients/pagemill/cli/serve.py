@@ -35,6 +35,7 @@ def serve(
     gpu_memory_utilization: options.GpuMemoryUtilization = None,
     kv_cache_memory_bytes: options.KvCacheMemoryBytes = None,
     kv_cache_dtype: options.KvCacheDtype = None,
+    calculate_kv_scales: options.CalculateKvScales = None,
     attention_backend: options.AttentionBackend = None,
     quantization: options.Quantization = None,
     enable_prefix_caching: options.EnablePrefixCaching = None,

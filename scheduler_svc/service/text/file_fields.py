@@ -54,7 +54,7 @@ class FileFields:
         if value is None or isinstance(value, float):
             return value
         if _is_integer(value):
-            return float(value)
+            return self._float(key, value)
         raise self._wrong(key, "a number")
 
     def integers(self, key: str) -> list[int] | None:
@@ -75,7 +75,9 @@ class FileFields:
             return None
         if isinstance(value, list):
             numbers = [
-                float(part) for part in value if isinstance(part, float) or _is_integer(part)
+                self._float(key, part)
+                for part in value
+                if isinstance(part, float) or _is_integer(part)
             ]
             if len(numbers) == len(value):
                 return numbers
@@ -102,6 +104,12 @@ class FileFields:
             raise ConfigError(f"{self.path}: {key} is missing")
         return value
 
+    def _float(self, key: str, number: float) -> float:
+        try:
+            return float(number)
+        except OverflowError as error:
+            raise self._wrong(key, "a number that a float holds") from error
+
     def _wrong(self, key: str, kind: str) -> ConfigError:
         value = repr(self.get(key))
         return ConfigError(f"{self.path}: {key} is {value:.60}, must be {kind}")
@@ -116,7 +124,8 @@ def read_json_fields(path: Path) -> FileFields:
         return FileFields(path, {})
     try:
         document = json.loads(read_text(path))
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:
+        # The former is also that of a number of thousands of digits.
         raise ConfigError(f"{path}: not JSON ({error})") from error
     if not isinstance(document, dict):
         raise ConfigError(f"{path}: holds no JSON object")

@@ -1,12 +1,15 @@
 """What the scheduler must know of a model: read from its files, without its weights."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from scheduler_svc.errors import ConfigError
 from scheduler_svc.service.text.file_fields import FileFields, read_json_fields, read_text
 from scheduler_svc.service.text.gguf_header import GgufHeader, read_gguf_header
+
+_MAX_COUNT = 2**31 - 1
+"""Of tokens: ids and positions have 32 bits everywhere."""
 
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "mask_token")
 
@@ -80,8 +83,8 @@ class ModelFacts:
     def __post_init__(self) -> None:
         """Raise ConfigError, naming the file, the field and its bound."""
         for name in ("max_position_embeddings", "vocab_size"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{self.path}: {name} is {getattr(self, name)}, must be >= 1")
+            if not 1 <= (value := getattr(self, name)) <= _MAX_COUNT:
+                raise ConfigError(f"{self.path}: {name} is {value}, must be in [1, {_MAX_COUNT}]")
 
     @classmethod
     def from_path(cls, path: Path) -> "ModelFacts":
@@ -105,8 +108,9 @@ def _from_gguf(header: GgufHeader) -> ModelFacts:
         max_position_embeddings=fields.required(fields.integer, f"{architecture}.context_length"),
         vocab_size=embedding[-1],
         hidden_size=embedding[0],
-        eos_token_ids=frozenset(
-            id_ for key in _GGUF_EOS_IDS if (id_ := fields.integer(key)) is not None
+        eos_token_ids=_drawable(
+            (id_ for key in _GGUF_EOS_IDS if (id_ := fields.integer(key)) is not None),
+            embedding[-1],
         ),
         num_heads=fields.integer(f"{architecture}.attention.head_count"),
         bos_token_id=fields.integer("tokenizer.ggml.bos_token_id"),
@@ -155,13 +159,18 @@ def _from_directory(directory: Path) -> ModelFacts:
     }
     bos = config.integers("bos_token_id") or generation.integers("bos_token_id")
     template, tool_template = _read_chat_templates(directory, tokenizer)
+    architecture = config.required(config.text, "model_type")
+    max_position = config.required(config.integer, "max_position_embeddings")
+    vocab_size = config.required(config.integer, "vocab_size")
     return ModelFacts(
         path=directory,
-        architecture=config.required(config.text, "model_type"),
-        max_position_embeddings=config.required(config.integer, "max_position_embeddings"),
-        vocab_size=config.required(config.integer, "vocab_size"),
+        architecture=architecture,
+        max_position_embeddings=max_position,
+        vocab_size=vocab_size,
         hidden_size=config.integer("hidden_size"),
-        eos_token_ids=frozenset(eos or _ids_of_text(tokenizer, special_tokens.get("eos_token"))),
+        eos_token_ids=_drawable(
+            eos or _ids_of_text(tokenizer, special_tokens.get("eos_token")), vocab_size
+        ),
         num_heads=config.integer("num_attention_heads"),
         bos_token_id=bos[0] if bos else None,
         sampling=SamplingDefaults(
@@ -175,6 +184,11 @@ def _from_directory(directory: Path) -> ModelFacts:
         tool_chat_template=tool_template,
         special_tokens=special_tokens,
     )
+
+
+def _drawable(eos_token_ids: Iterable[int], vocab_size: int) -> frozenset[int]:
+    """Leave out ids that no output can have: some files say -1, or name a token of no row."""
+    return frozenset(id_ for id_ in eos_token_ids if 0 <= id_ < vocab_size)
 
 
 def _token_text(token: object) -> str | None:

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pagemill.cli import bench_hash
-from pagemill.cli.__main__ import make_app
+from pagemill.cli.command import make_app
 from pagemill.cli.program_settings import program
 from scheduler_svc.core.hash_algorithms import HASH_ALGORITHMS
 

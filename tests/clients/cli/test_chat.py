@@ -9,7 +9,7 @@ import grpc
 import pytest
 from typer.testing import CliRunner
 
-from pagemill.cli.__main__ import make_app
+from pagemill.cli.command import make_app
 from pagemill.cli.terminal import shown
 from scripted_server import HELLO, ScriptedServer, fails, silent
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 import pytest
 
-from pagemill.cli import __main__ as command
+from pagemill.cli import command
 from pagemill.v1 import generation_pb2, inference_pb2
 from scripted_server import (
     ScriptedServer,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagemill.cli import __main__ as command
+from pagemill.cli import command
 from pagemill.v1 import inference_pb2
 from scripted_server import ScriptedServer, accepted, delta, ended, says
 

@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 
-from pagemill.cli import __main__ as command
+from pagemill.cli import command
 from scripted_server import ScriptedServer
 
 Run = Callable[..., int]

@@ -1,5 +1,6 @@
 """A fingerprint is the same for copies of a model, and differs for any other."""
 
+import json
 import shutil
 import time
 from pathlib import Path
@@ -61,4 +62,14 @@ def test_damaged_files_are_refused(tmp_path: Path) -> None:
     directory = write_tiny_llama(tmp_path)
     (directory / "model.safetensors").write_bytes(b"\xff" * 8)
     with pytest.raises(ModelError, match="damaged"):
+        model_fingerprint(directory)
+
+
+def test_a_shard_that_is_missing_is_named(tmp_path: Path) -> None:
+    directory = write_tiny_llama(tmp_path)
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    names = [f"model-{number:05}-of-00002.safetensors" for number in (1, 2)]
+    index = {"weight_map": dict(enumerate(names))}
+    (directory / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ModelError, match=r"^model-00002-of-00002.safetensors cannot be read: No s"):
         model_fingerprint(directory)

@@ -87,9 +87,15 @@ def add(tensors: Tensors) -> None:
     tensors["model.layers.0.self_attn.q_proj.weight_scale"] = torch.ones(1)
 
 
+def count(tensors: Tensors) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        (count, r"tensor model.layers.1.mlp.up_proj.weight is torch.int8, must be of floats"),
         (drop, r"tensor model.layers.1.mlp.up_proj.weight is missing"),
         (reshape, r"tensor model.norm.weight is \[63\], must be \[64\]"),
         (add, r"1 tensors are not known, the first is .*q_proj.weight_scale"),
@@ -126,6 +132,7 @@ def test_files_that_are_damaged_or_not_there_are_named(tmp_path: Path) -> None:
     for text, message in (
         ("{}", "is damaged"),
         ("[", "is damaged"),
+        ("[" * 100_000, "is damaged"),
         ('{"weight_map": {"a": "../secret"}}', "not a file beside it"),
         ('{"weight_map": {"a": "gone.safetensors"}}', "cannot be read"),
     ):

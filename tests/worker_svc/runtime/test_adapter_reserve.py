@@ -1,5 +1,6 @@
 """Adapters that come after the KV cache find the room that was kept for them."""
 
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +10,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from source_tree import ROOT
 from tiny_adapter import ALL_MODULES, write_adapter
 from tiny_llama import write_tiny_llama
 from worker_svc.errors import ConfigError
 from worker_svc.model.adapters import AdapterBank, LoadedAdapter
+from worker_svc.model.checkpoint import read_model_config
 from worker_svc.model.other_ranks import NoOtherRanks
 from worker_svc.model.peft_checkpoint import read_checkpoint
 from worker_svc.model.shard import WHOLE, Shard
@@ -25,6 +28,7 @@ from worker_svc.runtime.start_up import RunnerLimits, make_runner
 CPU = torch.device("cpu")
 MAX_RANK = 8
 FREE_BYTES = 10_000_000
+DOCS = " ".join((ROOT / "docs/adapters.md").read_text(encoding="utf-8").split())
 
 
 class Part(NoOtherRanks):
@@ -75,6 +79,26 @@ def test_no_adapter_that_is_taken_needs_more_than_its_share(
     assert reserve_for(bank, 5, MAX_RANK).num_bytes == 5 * share
 
 
+def test_the_formula_of_the_docs_is_what_is_kept(model: Path) -> None:
+    """docs/adapters.md has it, and what it makes of a model of 8 billion."""
+    _, bank = load(model)
+    config = read_model_config(model)
+
+    def formula(rank: int, itemsize: int, E: int, Q: int, K: int, inner: int, layers: int) -> int:
+        return rank * layers * itemsize * (7 * E + 4 * Q + 6 * K + 5 * inner)
+
+    E, D = config.hidden_size, config.head_dim
+    Q, K = config.num_heads * D, config.num_kv_heads * D
+    sizes = (E, Q, K, config.intermediate_size, config.num_layers)
+    assert formula(MAX_RANK, 4, *sizes) == bank.largest_bytes(MAX_RANK)
+    eight_billion = (4096, 4096, 1024, 14336, 32)
+    gib = [8 * formula(64, itemsize, *eight_billion) / 2**30 for itemsize in (2, 4)]
+    stated = re.search(r"8 billion .*?: ([\d.]+) GiB in bfloat16 on a GPU, ([\d.]+) on a CPU", DOCS)
+    assert stated is not None
+    assert [f"{each:.2f}" for each in gib] == list(stated.groups())
+    assert "rank x layers x bytes x (7 E + 4 Q + 6 K + 5 I)" in DOCS
+
+
 @pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
 def test_the_largest_adapter_needs_all_of_it(model: Path, tmp_path: Path, shard: Shard) -> None:
     _, bank = load(model, shard)
@@ -87,14 +111,15 @@ def test_a_cache_leaves_room_for_adapters_and_the_log_says_how_much(
     model: Path, tmp_path: Path
 ) -> None:
     loaded, bank = load(model)
+    share = bank.largest_bytes(MAX_RANK)
     reserve = reserve_for(bank, 3, MAX_RANK)
     plain = make_runner(loaded, RunnerLimits(), adapters=bank)[1]
     report = make_runner(loaded, RunnerLimits(), adapters=bank, reserve=reserve)[1]
     left = int((FREE_BYTES - reserve.num_bytes) * CPU_MEMORY_FRACTION)
     assert report.num_blocks == left // report.block_bytes < plain.num_blocks
-    gib = f"{reserve.num_bytes / 2**30:.2f}"
+    gib, each = (f"{num_bytes / 2**30:.2f}" for num_bytes in (reserve.num_bytes, share))
     assert startup_lines(report)[-1] == (
-        f"{gib} GiB kept for adapters: max_loras is 3, max_lora_rank is {MAX_RANK}"
+        f"{gib} GiB kept for adapters, {each} for each: max_loras is 3, max_lora_rank is {MAX_RANK}"
     )
     assert not any("dapter" in line for line in startup_lines(plain))
     # What is loaded already is no longer free, and not kept twice.
@@ -108,7 +133,7 @@ def test_a_cache_leaves_room_for_adapters_and_the_log_says_how_much(
 def test_a_reserve_that_leaves_no_room_for_a_request_is_named(model: Path) -> None:
     loaded, bank = load(model)
     reserve = reserve_for(bank, 500, MAX_RANK)
-    with pytest.raises(ConfigError, match=r"max_model_len is 512: .*; .* GiB kept for adapters: "
+    with pytest.raises(ConfigError, match=r"max_model_len is 512: .*; .* GiB kept for adapters, .*"
                        r"max_loras is 500, max_lora_rank is 8$"):  # fmt: skip
         make_runner(loaded, RunnerLimits(), adapters=bank, reserve=reserve)
 

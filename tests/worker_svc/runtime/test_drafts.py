@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import pytest
@@ -145,6 +145,41 @@ def test_logits_that_are_no_numbers_fail_the_row_with_a_draft(
     result = runner.run(with_drafts(plan, {1: [3]}))
     assert [row for row, _ in result.row_errors] == [1]
     assert result.rows.tolist() == [2]
+
+
+def test_a_step_of_which_every_row_fails_is_answered(loaded: LoadedModel, kind: Kind) -> None:
+    """It once stopped the worker, with all that others had in its cache."""
+    runner = new_runner(loaded, kind)
+    runner.run(make_plan(0, reset=True, admitted=[admit(1, GREEDY)]))
+    for layer in runner.kv_cache.layers:
+        layer.v[1 + 8] = float("nan")
+    plan = make_plan(1, exceptions=[(1, len(PROMPT), 2)])
+    result = runner.run(with_drafts(plan, {1: [3]}))
+    assert [row for row, _ in result.row_errors] == [1]
+    assert (len(result.rows), len(result.tokens)) == (0, 0)
+
+
+@pytest.mark.parametrize(("failing", "ends"), [(0, True), (1, True), (2, False)])
+def test_only_positions_that_are_kept_can_fail_a_row(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, failing: int, ends: bool
+) -> None:
+    """Of three, the first drafted token is right and the second is not."""
+    expected = alone(loaded, lambda _, runner: runner, GREEDY)
+    runner = make_runner(loaded, RunnerLimits(num_gpu_blocks_override=40, block_size=4))[0]
+    runner.run(make_plan(0, reset=True, admitted=[admit(1, GREEDY)]))
+    draw = ModelRunner._draw
+
+    def draw_and_fail(*arguments: Any) -> tuple[Any, Any]:
+        tokens, failed = draw(*arguments)
+        failed[failing] = True
+        return tokens, failed
+
+    monkeypatch.setattr(ModelRunner, "_draw", draw_and_fail)
+    plan = make_plan(1, exceptions=[(1, len(PROMPT), 3)])
+    draft = [expected[1], (expected[2] + 1) % VOCAB]
+    result = runner.run(with_drafts(plan, {1: draft}))
+    assert bool(result.row_errors) == ends
+    assert result.tokens.tolist() == ([] if ends else expected[1:3])
 
 
 def test_results_are_put_in_order_of_rows() -> None:

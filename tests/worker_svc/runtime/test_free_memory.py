@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
-from worker_svc.runtime.free_memory import available_memory_bytes
+import psutil
+
+from worker_svc.runtime.free_memory import available_memory_bytes, total_memory_bytes
 
 
 def write_group(folder: Path, limit: str, used: int, inactive: int) -> None:
@@ -55,3 +57,14 @@ def test_a_path_out_of_the_root_is_not_followed(tmp_path: Path) -> None:
     membership.write_text("0::/../outside\n")
     write_group(tmp_path / "outside", "10", 0, 0)
     assert available_memory_bytes(tmp_path / "cgroup", membership) > 1 << 20
+
+
+def test_what_there_is_in_all_is_the_tightest_limit(tmp_path: Path) -> None:
+    membership = tmp_path / "membership"
+    membership.write_text("0::/system.slice/pagemill.service\n")
+    root = tmp_path / "cgroup"
+    write_group(root / "system.slice/pagemill.service", "max", 100, 0)
+    write_group(root / "system.slice", "5000", 4900, 0)
+    assert total_memory_bytes(root, membership) == 5000
+    write_group(root / "system.slice", "max", 4900, 0)
+    assert total_memory_bytes(root, membership) == psutil.virtual_memory().total

@@ -108,6 +108,17 @@ def test_scales_of_a_checkpoint_go_before_measured_ones(loaded: LoadedModel) -> 
     assert choose_kv_form(with_scales, torch.float32).scales is None
 
 
+def test_scales_that_are_missing_are_1_if_none_shall_be_measured(loaded: LoadedModel) -> None:
+    form = choose_kv_form(loaded, E4M3, measures=False)
+    assert (form.lacks_scales, form.origin) == (True, "scales of 1")
+    assert form.scales is not None
+    assert all(one.k.eq(1).all() and one.v.eq(1).all() for one in form.scales)
+    assert not choose_kv_form(loaded, E5M2, measures=False).lacks_scales
+    ones = Scales(torch.ones(KV_HEADS), torch.ones(KV_HEADS))
+    brought = dataclasses.replace(loaded, kv_scales=(ones, ones))
+    assert not choose_kv_form(brought, E4M3, measures=False).lacks_scales
+
+
 def test_a_scale_is_used_for_storing_and_for_reading(loaded: LoadedModel) -> None:
     """Scales that clamp everything change the output: they are not ignored on both sides."""
     tiny = Scales(torch.full((KV_HEADS,), 1e-5), torch.full((KV_HEADS,), 1e-5))

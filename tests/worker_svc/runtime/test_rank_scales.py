@@ -131,6 +131,16 @@ def test_where_all_have_scales_nothing_is_measured(
         assert after is before
 
 
+def test_scales_are_1_on_every_rank_if_one_of_them_shall_not_measure(tiny: Path) -> None:
+    def run(group: ProcessGroup) -> KvForm:
+        measures = group.shard.rank == 0
+        return choose_kv_form(load(tiny, group), E4M3, measures=measures)
+
+    for form in on_all_ranks(2, run):
+        assert form.lacks_scales
+        assert all(torch.equal(s, torch.ones(1)) for one in scales_of(form) for s in (one.k, one.v))
+
+
 def test_what_one_rank_cannot_store_is_refused_on_every_rank(tiny: Path, tmp_path: Path) -> None:
     path = write_tiny_llama(tmp_path)
     tensors = load_file(path / "model.safetensors")

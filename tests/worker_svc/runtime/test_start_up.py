@@ -10,6 +10,7 @@ from tiny_families import write_family
 from tiny_llama import write_tiny_llama
 from worker_svc.errors import ConfigError
 from worker_svc.model.weights import LoadedModel, load_model
+from worker_svc.runtime import start_up
 from worker_svc.runtime.kv_cache import block_bytes
 from worker_svc.runtime.memory_budget import GIB, MAX_CPU_BYTES, startup_lines
 from worker_svc.runtime.start_up import RunnerLimits, make_runner, run_largest_step
@@ -35,6 +36,45 @@ def test_bytes_given_are_divided(loaded: LoadedModel) -> None:
     assert (report.max_model_len, report.max_concurrency) == (512, 1.0)
     with pytest.raises(ConfigError, match=r"needs 0.00 GiB .* must be at most 496"):
         make_runner(loaded, RunnerLimits(kv_cache_memory_bytes=num_bytes - 6))
+
+
+@pytest.mark.parametrize(
+    ("num_bytes", "bound"), [(8_000, "not one block fits"), (10_000, "must be at most 16")]
+)
+def test_bytes_given_that_hold_no_request_are_named(
+    loaded: LoadedModel, num_bytes: int, bound: str
+) -> None:
+    assert block_bytes(loaded.model.config, 16, torch.float32) == 8_192
+    with pytest.raises(ConfigError) as refusal:
+        make_runner(loaded, RunnerLimits(kv_cache_memory_bytes=num_bytes))
+    assert str(refusal.value).endswith(f"{bound} (kv_cache_memory_bytes is {num_bytes}, give more)")
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("kv_cache_memory_bytes", 10**12), ("num_gpu_blocks_override", 10**8)]
+)
+def test_a_cache_larger_than_the_machine_is_refused_by_its_setting(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, setting: str, value: int
+) -> None:
+    """The system would give it page by page, and kill the worker in the middle of its work."""
+    monkeypatch.setattr(start_up, "total_memory_bytes", lambda: 10**11)
+    with pytest.raises(ConfigError, match=rf"^{setting} is {value}: .* at most 93.13, the memory"):
+        make_runner(loaded, RunnerLimits(**{setting: value}))
+
+
+@pytest.mark.parametrize("error", [OSError(12, "Cannot allocate"), torch.OutOfMemoryError("full")])
+def test_a_cache_that_cannot_be_had_is_an_error_of_the_setting_that_wants_it(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(start_up, "KVCache", refuse)
+    with pytest.raises(ConfigError, match=r"^num_gpu_blocks_override is 40: .* cannot be had"):
+        make_runner(loaded, RunnerLimits(num_gpu_blocks_override=40))
+    # One that was measured may find room the next time.
+    with pytest.raises(type(error)):
+        make_runner(loaded, RunnerLimits())
 
 
 def test_a_window_needs_no_memory_for_the_whole_length(loaded: LoadedModel) -> None:

@@ -3,14 +3,18 @@
 import sys
 from pathlib import Path
 
+import pytest
+import torch
+
 from fake_model_host import FakeHost, running_worker
 from pagemill.v1 import worker_pb2
 from scripted_scheduler import Connection, ScriptedScheduler
 from tiny_adapter import write_adapter
 from tiny_llama import write_tiny_llama
+from worker_svc.errors import ConfigError
 from worker_svc.model.other_ranks import NoOtherRanks
 from worker_svc.model.shard import Shard
-from worker_svc.service.local_adapters import AdapterSettings
+from worker_svc.service.local_adapters import AdapterSettings, LocalAdapters
 from worker_svc.service.local_model import LocalModel, LocalSettings
 from worker_svc.service.logs import make_logger
 
@@ -145,3 +149,13 @@ def test_another_part_of_the_model_forgets_the_adapters_of_the_one_before(tmp_pa
     new = model.adapters.read("poet")
     model.adapters.publish(1, new)
     assert model.adapters.generation(1) == old.generation == new.generation
+
+
+def test_a_directory_of_adapters_that_is_not_there_is_refused_at_start(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for directory in (tmp_path / "gone", tmp_path / "file"):
+        wanted = AdapterSettings(str(directory))
+        with pytest.raises(ConfigError, match=r"^adapter_dir is .*, must be a directory$"):
+            LocalAdapters(wanted, torch.float32, torch.device("cpu"))
+    LocalAdapters(AdapterSettings(str(tmp_path)), torch.float32, torch.device("cpu"))
+    LocalAdapters(AdapterSettings(""), torch.float32, torch.device("cpu"))

@@ -81,6 +81,16 @@ def test_eos_ids_of_both_files_end_an_output(tmp_path: Path) -> None:
     assert facts.bos_token_id == 256
 
 
+def test_eos_ids_that_no_output_can_have_are_left_out(tmp_path: Path) -> None:
+    """They would be sent to workers with `min_tokens`, and refused there with the request."""
+    write(
+        tmp_path,
+        config={**CONFIG, "eos_token_id": -1},
+        generation_config={"eos_token_id": [271, 272, 10**30]},
+    )
+    assert ModelFacts.from_path(tmp_path).eos_token_ids == {271}
+
+
 def test_the_eos_text_of_the_tokenizer_serves_where_no_id_is_given(tmp_path: Path) -> None:
     tokenizer_config = {
         "eos_token": {"content": "<eos>"},
@@ -136,7 +146,9 @@ def test_a_template_file_wins_over_an_entry(tmp_path: Path) -> None:
         ({"config": {}}, r"config\.json: model_type is missing"),
         ({"config": {"model_type": "llama"}}, "max_position_embeddings is missing"),
         ({"config": {**CONFIG, "vocab_size": "many"}}, "vocab_size is 'many', must be a whole"),
-        ({"config": {**CONFIG, "vocab_size": 0}}, "vocab_size is 0, must be >= 1"),
+        ({"config": {**CONFIG, "vocab_size": 0}}, r"vocab_size is 0, must be in \[1, 2147483647\]"),
+        ({"config": {**CONFIG, "vocab_size": 1 << 31}}, "vocab_size is 2147483648, must be in"),
+        ({"generation_config": {"temperature": 10**400}}, r"temperature is 1000.*, must be a num"),
         ({"config": []}, r"config\.json: holds no JSON object"),
         ({"generation_config": {"eos_token_id": ["x"]}}, r"generation_config\.json: eos_token_id"),
         ({"generation_config": {"top_k": 1.5}}, "top_k is 1.5, must be a whole number"),
@@ -154,6 +166,10 @@ def test_broken_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ConfigError, match=r"config\.json: not JSON"):
         ModelFacts.from_path(tmp_path)
+    for text in ("[" * 100_000, '{"vocab_size": ' + "9" * 5000 + "}"):
+        (tmp_path / "config.json").write_text(text)
+        with pytest.raises(ConfigError, match=r"config\.json: not JSON"):
+            ModelFacts.from_path(tmp_path)
     (tmp_path / "config.json").write_bytes(b"\xff")
     with pytest.raises(ConfigError, match=r"config\.json: not UTF-8 text"):
         ModelFacts.from_path(tmp_path)

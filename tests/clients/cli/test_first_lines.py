@@ -1,0 +1,47 @@
+"""Before the command can say anything itself, an interrupt and a missing package are one line."""
+
+import subprocess
+import sys
+
+import pytest
+
+# Runs the command where reading it ends as one says.
+COMMAND = """
+import sys
+from importlib.abc import MetaPathFinder
+class Interrupted(MetaPathFinder):
+    def find_spec(self, name, path=None, target=None):
+        if name == "pagemill.cli.options":
+            {what}
+sys.meta_path.insert(0, Interrupted())
+from pagemill.cli.__main__ import main
+main()
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "status", "said"),
+    [
+        ("raise KeyboardInterrupt", 130, ""),
+        (
+            "raise ModuleNotFoundError(name='typer')",
+            1,
+            "pagemill: the command cannot run here: typer is not installed; in Pagemill's source "
+            "tree: pip install -c constraints.txt '.[client]'\n",
+        ),
+    ],
+)
+def test_what_happens_before_the_command_is_there_is_a_status_and_at_most_a_line(
+    what: str, status: int, said: str
+) -> None:
+    command = [sys.executable, "-c", COMMAND.format(what=what)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", said)
+
+
+def test_a_module_of_our_own_that_is_missing_is_our_fault() -> None:
+    what = "raise ModuleNotFoundError(name='pagemill.cli.options')"
+    command = [sys.executable, "-c", COMMAND.format(what=what)]
+    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 1
+    assert "Traceback" in ended.stderr
