@@ -15,7 +15,7 @@ _WIDE = {"_paged_decode", "_paged_prefill", "_shared_prefix", "_store_kv", "_cop
          "_gather_blocks", "_scatter_blocks", "_rms_norm", "_silu_and_mul", "_shrink",
          "_paged_attention_classic", "_quantised_matmul"}  # fmt: skip
 
-# Of some 70 to 90 builds, so that the minutes can be spent one at a time.
+# Of 120 builds or more, so that the ten minutes can be spent one at a time.
 PARTS = sorted({(each.target, each.dtype) for each in all_builds()})
 
 
