@@ -182,6 +182,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Return 0 if enough bugs are seen, and the suite passes without any; 2 if some are left."""
     options = parse(arguments)
     chosen = [each for each in mutations() if options.only in f"{each.file}: {each.bug}"]
+    if not chosen:
+        print(f"no bug has {options.only!r}")
+        return 1
     results: Path | None = options.results
     lines = results.read_text("utf-8").splitlines() if results and results.exists() else []
     verdicts = [each for each in map(Verdict.read, lines) if each.bug in {m.bug for m in chosen}]
