@@ -34,7 +34,6 @@ from worker_svc.runtime.step_plan import (
 CPU: Final = torch.device("cpu")
 BLOCK_SIZE: Final = 16
 DECODE_PROMPT: Final = 64
-RANK: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +96,9 @@ def _loads() -> dict[str, tuple[str, Load]]:
         load = Load(1 if count < 2 else 2, 512 if count < 2 else 256, decodes=False,
                     num_adapters=count)  # fmt: skip
         loads[f"512 of a prompt, {count} adapters"] = ("512 of a prompt", load)
+    loads["1 row"] = ("", Load(1, DECODE_PROMPT, decodes=True))
+    load = Load(1, DECODE_PROMPT, decodes=True, num_adapters=1)
+    loads["1 row, 1 adapters"] = ("1 row", load)
     return loads
 
 
@@ -153,14 +155,14 @@ class Stepper:
         )
 
 
-def _fill(bank: AdapterBank) -> None:
-    """Publish two adapters that change every matrix."""
+def _fill(bank: AdapterBank, rank: int) -> None:
+    """Publish two adapters of a rank that change every matrix."""
     for slot in (1, 2):
         draw = torch.Generator().manual_seed(slot)
         matrices = {
             name: LowRankMatrix(
-                torch.randn(RANK, target.num_columns, generator=draw) * 0.01,
-                torch.randn(target.num_rows, RANK, generator=draw) * 0.01,
+                torch.randn(rank, len(target.columns.mine), generator=draw) * 0.01,
+                torch.randn(len(target.rows.mine), rank, generator=draw) * 0.01,
             )
             for name, target in bank.targets.items()
         }
@@ -183,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--turns", type=int, default=12)
+    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
     parser.add_argument("--only", default="", help="what a step's name must hold")
     options = parser.parse_args(argv)
     path, dtype = resolve(DEMO).path, getattr(torch, options.dtype)
@@ -191,7 +194,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     adapted = load_model(path, dtype, CPU, NativeOperations(), adapters=bank)
     torch.set_num_threads(options.threads)
     take_threads_from_torch()
-    _fill(bank)
+    _fill(bank, options.rank)
     loads = {name: each for name, each in _loads().items() if options.only in name or not each[0]}
     needed = {each[0] for each in loads.values()} | {n for n in loads if options.only in n}
     steppers = {

@@ -8,6 +8,7 @@ from typing import Final
 import torch
 
 from kernels import cache_layout, cpu_threads
+from kernels.adapted_linear import AdaptedTokens, check_status
 from kernels.checks import ACTIVATIONS, Scales, check_cache, check_contiguous
 from kernels.cpu_attention import AttentionArguments
 from kernels.cpu_build import TYPES
@@ -115,6 +116,7 @@ class _Decoder(ctypes.Structure):
         ("eps", ctypes.c_double),
         ("rotary", RotaryArguments),
         ("attention", AttentionArguments),
+        ("adapted", ctypes.c_void_p),
     )  # fmt: skip
 
 
@@ -134,10 +136,15 @@ class Decoder:
         num_kv_heads: int,
         head_dim: int,
         code: ctypes.CDLL,
+        adapted: AdaptedTokens | None = None,
     ) -> None:
-        """Raises: ValueError if a norm or a linear layer is not as native code wants it."""
+        """Take `adapted` if there are layers that adapters change: those of its tokens.
+
+        Raises: ValueError if a norm or a linear layer is not as native code wants it.
+        """
         self._head_norms_shape = (num_heads + num_kv_heads, head_dim)
-        self._parts = (tuple(layers), last_norm)  # whose memory the structures point to
+        # Whose memory the structures point to.
+        self._parts = (tuple(layers), last_norm, adapted)
         self._code = code
         self._dtype = last_norm.dtype
         self._hidden_size = len(last_norm)
@@ -165,6 +172,7 @@ class Decoder:
             inner_stride=self._widths[-1],
             itemsize=self._dtype.itemsize,
             eps=eps,
+            adapted=None if adapted is None else adapted.address,
         )
         rotary, attention = self._arguments.rotary, self._arguments.attention
         for shape in (rotary, attention):
@@ -181,7 +189,8 @@ class Decoder:
         Shapes: hidden [T, E], overwritten; caches: per layer, in rows or in lanes
             (`cache_layout`), of its dtype or fp8, all alike; returns [T, E].
 
-        Raises: ValueError if a shape or dtype is not so; MemoryError.
+        Raises: ValueError if a shape or dtype is not so, or adapters were told of another number
+            of tokens; MemoryError.
         """
         T = len(hidden)
         self._check(hidden, step)
@@ -194,8 +203,7 @@ class Decoder:
         if caches is not self._caches:
             self._take_caches(caches)
         self._place(step, T)
-        if self._code.pagemill_decoder(ctypes.byref(arguments)) != 0:
-            raise MemoryError(f"no memory for {T} tokens")
+        check_status(self._code.pagemill_decoder(ctypes.byref(arguments)), T)
         return out
 
     def _place(self, step: DecoderStep, T: int) -> None:

@@ -69,7 +69,7 @@ class FakeAdapters:
             raise ZeroDivisionError("division by zero")
         if path not in self.generations:
             raise AdapterError(f"nothing is\nat {path}")
-        return LoadedAdapter(self.generations[path], {}, 0)
+        return LoadedAdapter(self.generations[path], {})
 
     def publish(self, slot: int, adapter: LoadedAdapter) -> None:
         self.loaded[slot] = adapter

@@ -5,6 +5,7 @@
 
 #include <cstring>
 
+#include "adapted.h"
 #include "any_linear.h"
 #include "attention.h"
 #include "layers.h"
@@ -54,6 +55,7 @@ struct Decoder {
     double eps;
     Rotary rotary;        // but for the addresses of q, k, v and the caches, and what a group has
     Attention attention;  // likewise
+    AdaptedTokens* adapted;  // of layers that adapters change; null: there are none
 };
 
 // Normalises what was computed before it is added, where a family does.
@@ -100,6 +102,7 @@ static int decode_layers(const Decoder& a) {
     Attention attention = a.attention;
     int64_t T = rotary.T, heads = rotary.H * rotary.D, keys = rotary.G * rotary.D;
     int64_t threads = rotary.num_threads;
+    OnlyRead only_read(a.adapted);
     RmsNorm norm{a.hidden, nullptr, nullptr, a.normed, a.E, T, a.E, rotary.dtype, threads, a.eps};
     char* qkv = (char*)a.qkv;
     rotary.q = qkv;
@@ -136,6 +139,7 @@ static int decode_layers(const Decoder& a) {
         if (a.read && i == a.num_layers - 1) {
             // Behind the last layer's attention a token is of use to those alone who read it.
             if (a.num_read == 0) return 0;
+            only_read.begin(a.read, a.num_read);
             gather_read(a, a.mixed, heads * a.itemsize);
             gather_read(a, a.hidden, a.E * a.itemsize);
             norm.T = T = a.num_read;

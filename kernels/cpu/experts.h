@@ -129,7 +129,7 @@ static int mix_experts(const Experts& a, const Inputs& in) {
 // Returns 0, or what an operation returned that failed.
 extern "C" int pagemill_experts(const Experts* a, const void* x, int64_t x_stride, int64_t T,
                                 void* out, int64_t out_stride, int64_t num_threads) {
-    Inputs in{x, out, x_stride, out_stride, T, num_threads};
+    Inputs in{x, out, x_stride, out_stride, T, num_threads, nullptr};
     if (T == 0) return 0;
     int status = 0;
     try {

@@ -18,6 +18,14 @@ struct Linear {
     int64_t dtype;
 };
 
+// What is added to a panel's sums before they are written.
+struct MoreSums {
+    // Adds to `rows` rows from `first` on. `next`: the panel that the thread needs behind this one.
+    void (*add)(const void* what, int64_t panel, int64_t next, int64_t first, int64_t rows,
+                vec* sums);
+    const void* what;
+};
+
 // What one call brings. Strides count elements.
 struct Inputs {
     const void* x;  // [T, I], rows contiguous
@@ -25,6 +33,7 @@ struct Inputs {
     int64_t x_stride, out_stride;
     int64_t T;
     int64_t num_threads;
+    const MoreSums* more;  // or null
 };
 
 // A panel is VECS vectors of outputs, input by input; DEPTH inputs of an output stand together. Of
@@ -305,8 +314,8 @@ static void linear(const Linear& a, const Inputs& in) {
         int64_t strips = (end - first + STRIP - 1) / STRIP;
         for (int64_t p = units.first_panel(unit); p < units.end_panel(unit); ++p) {
             const typename P::Weight* panel = weight + p * layout.panel_size;
-            const char* next = (const char*)(weight + units.panel_after(unit, p, num_threads) *
-                                                          layout.panel_size);
+            int64_t after = units.panel_after(unit, p, num_threads);
+            const char* next = (const char*)(weight + after * layout.panel_size);
             Target<A> target = target_of<A>(a, in, p * layout.outputs);
             vec results[STRIP * VECS];
             for (int64_t s = 0; s < strips; ++s) {
@@ -317,6 +326,7 @@ static void linear(const Linear& a, const Inputs& in) {
                                                 : (const char*)panel;
                 const typename P::Input* x = prepared.x + row * prepared.pitch;
                 multiply_rows<P>(rows, x, prepared.pitch, panel, layout.units, ahead, results);
+                if (in.more) in.more->add(in.more->what, p, after, row, rows, results);
                 target.write(results, row, rows);
             }
         }
@@ -353,14 +363,17 @@ extern "C" int pagemill_linear_pack(const Linear* a, const void* weight, int64_t
 }
 
 // Returns 0; 1 if memory is short, 2 if the type is not known.
-extern "C" int pagemill_linear(const Linear* a, const void* x, int64_t x_stride, int64_t T,
-                               void* out, int64_t out_stride, int64_t num_threads) {
-    Inputs in{x, out, x_stride, out_stride, T, num_threads};
+static int run_linear(const Linear& a, const Inputs& in) {
     try {
-        return with_weights(a->dtype, [&](auto p, auto type) {
-            linear<decltype(p), decltype(type)>(*a, in);
+        return with_weights(a.dtype, [&](auto p, auto type) {
+            linear<decltype(p), decltype(type)>(a, in);
         });
     } catch (const std::bad_alloc&) {
         return 1;
     }
+}
+
+extern "C" int pagemill_linear(const Linear* a, const void* x, int64_t x_stride, int64_t T,
+                               void* out, int64_t out_stride, int64_t num_threads) {
+    return run_linear(*a, {x, out, x_stride, out_stride, T, num_threads, nullptr});
 }

@@ -251,6 +251,10 @@ static void multiply_panel(const QuantisedLinear& a, const Inputs& in, const Str
         } else {
             multiply_quantised_rows<8>(a, of_strip, rows, panel, ahead, is_near, results);
         }
+        if (in.more) {
+            int64_t after = p + 1 < a.panels() ? p + 1 : p;
+            in.more->add(in.more->what, p, after, row, rows, results);
+        }
         target.write(results, row, rows);
     }
 }
@@ -333,14 +337,17 @@ extern "C" void pagemill_quantised_pack(const QuantisedLinear* a, const uint8_t*
 }
 
 // Returns 0; 1 if memory is short, 2 if the type is not known.
-extern "C" int pagemill_quantised(const QuantisedLinear* a, const void* x, int64_t x_stride,
-                                  int64_t T, void* out, int64_t out_stride, int64_t num_threads) {
-    Inputs in{x, out, x_stride, out_stride, T, num_threads};
+static int run_quantised(const QuantisedLinear& a, const Inputs& in) {
     try {
-        return with_weights(a->plain.dtype, [&](auto, auto type) {
-            quantised_linear<decltype(type)>(*a, in);
+        return with_weights(a.plain.dtype, [&](auto, auto type) {
+            quantised_linear<decltype(type)>(a, in);
         });
     } catch (const std::bad_alloc&) {
         return 1;
     }
+}
+
+extern "C" int pagemill_quantised(const QuantisedLinear* a, const void* x, int64_t x_stride,
+                                  int64_t T, void* out, int64_t out_stride, int64_t num_threads) {
+    return run_quantised(*a, {x, out, x_stride, out_stride, T, num_threads, nullptr});
 }

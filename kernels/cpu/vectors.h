@@ -59,6 +59,18 @@ static inline vec splat(float x) { return x - vec{}; }
 
 static inline vec pick(ivec where, vec yes, vec no) { return where ? yes : no; }
 
+// sum + a * b, rounded once where the machine can. Where a result must not depend on what stands
+// around it: GCC, tuned for Zen, joins or parts a product and a sum as it likes the loop.
+static inline vec multiply_add(vec a, vec b, vec sum) {
+#if defined(WIDE)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)sum);
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)sum);
+#else
+    return sum + a * b;
+#endif
+}
+
 static inline vec larger(vec a, vec b) { return pick(a > b, a, b); }
 
 static inline float sum(vec x) {

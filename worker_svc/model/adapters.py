@@ -8,9 +8,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels.adapted_linear import AdaptedLinear, AdaptedTokens
+from kernels.cpu_build import native_code
+from kernels.low_rank import LowRankPart, PackedAdapter, packed_bytes
+from kernels.packed_linear import PackedLinear
+from kernels.quantised_linear import QuantisedLinear
 from worker_svc.errors import AdapterError, InvariantError
 from worker_svc.model.operations import Linear
 from worker_svc.model.shard import Extent
+from worker_svc.model.torch_adapted import LayerChange, Run, adapted, fuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,44 +56,6 @@ class LowRankMatrix:
         return LowRankMatrix(a, self.b[rows.start : rows.stop])
 
 
-_FEW_TOKENS = 64
-"""Up to so many, one product with zeros in it costs less than one for each matrix of a layer."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _LayerChange:
-    """What an adapter adds to one layer: all its matrices there, in one pair."""
-
-    a: torch.Tensor
-    """[in, sum of ranks]"""
-
-    b: torch.Tensor
-    """[sum of ranks, out], 0 where a matrix does not reach."""
-
-    parts: tuple[tuple[slice, slice], ...]
-    """Ranks and outputs of each matrix."""
-
-    def add(self, x: torch.Tensor, places: torch.Tensor | None, y: torch.Tensor) -> None:
-        """Add to the outputs of some tokens. Shapes: x [T, in], places [P], y [T, out].
-
-        Numerics: both products in the type of `a`, rounded once to y's.
-        """
-        inner = (x if places is None else x[places]).to(self.a.dtype) @ self.a
-        if len(inner) <= _FEW_TOKENS:
-            _add_rows(y, places, inner @ self.b)
-            return
-        for ranks, rows in self.parts:
-            _add_rows(y[:, rows], places, inner[:, ranks] @ self.b[ranks, rows])
-
-
-def _add_rows(y: torch.Tensor, places: torch.Tensor | None, added: torch.Tensor) -> None:
-    added = added.to(y.dtype)
-    if places is None:
-        y += added
-    else:
-        y.index_add_(0, places, added)
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadedAdapter:
     """An adapter that is ready to run."""
@@ -95,76 +63,88 @@ class LoadedAdapter:
     generation: int
     """Of its content. Not 0."""
 
-    layers: Mapping[int, _LayerChange]
-    num_bytes: int
+    layers: Mapping[int, LayerChange]
+    """What it adds to layers without native code, by number."""
+
+    packed: PackedAdapter | None = None
+    """What it adds to layers with native code. None: the model has none."""
+
     bank: "AdapterBank | None" = None
     """For whose layers it is."""
 
+    @property
+    def num_bytes(self) -> int:
+        """What it takes."""
+        packed = 0 if self.packed is None else self.packed.num_bytes
+        return packed + sum(change.num_bytes for change in self.layers.values())
+
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Run:
-    """The tokens of the step in hand that one adapter changes."""
+class _Layer:
+    """A linear layer that adapters may change."""
 
-    layers: Mapping[int, _LayerChange]
+    parts: tuple[tuple[int, int], ...]
+    """The first row and the rows of each matrix it holds."""
 
-    places: torch.Tensor | None
-    """[P] int64. None: all tokens."""
+    num_columns: int
+    native: AdaptedLinear | None
+
+    @property
+    def num_rows(self) -> int:
+        return sum(rows for _, rows in self.parts)
 
 
 class AdapterBank:
     """The adapters of one model, by slot, and those of the step in hand.
 
     `wrap` makes layers that ask it; `publish` may come from another thread than steps do, for a
-    slot that no row has. A step without adapters costs each layer a look at an empty list.
+    slot that no row has. A step without adapters costs each layer a look at whether there are any.
     """
 
-    __slots__ = ("_device", "_dtype", "_loaded", "_lock", "_num_rows", "_runs", "targets")
+    __slots__ = ("_device", "_dtype", "_layers", "_loaded", "_lock", "_runs", "_tokens", "targets")
 
     def __init__(self, dtype: torch.dtype, device: torch.device) -> None:
         self.targets: dict[str, AdapterTarget] = {}
         """By the names of their modules, as Hugging Face has them."""
         self._dtype = dtype
         self._device = device
-        self._num_rows: list[int] = []
-        """Of each layer."""
+        self._layers: list[_Layer] = []
         self._loaded: dict[int, LoadedAdapter] = {}
-        self._runs: list[_Run] = []
+        self._runs: list[Run] = []
+        self._tokens = AdaptedTokens()
         self._lock = threading.Lock()
 
     # Making the model.
 
     def wrap(self, linear: Linear, parts: Sequence[tuple[str, Extent]], columns: Extent) -> Linear:
-        """Return a layer that adds adapters to this one.
+        """Return a layer that adds adapters to this one; native code calls it, if it calls this.
 
-        `parts` names the matrices it holds, from the top, each with its rows.
+        `parts` names the matrices it holds, from the top, each with its rows. A gated layer must
+        have native code.
         """
-        layer, first_row = len(self._num_rows), 0
+        number, first_row = len(self._layers), 0
+        rows_of_parts = []
         for name, rows in parts:
-            self.targets[name] = AdapterTarget(layer, first_row, rows, columns)
+            self.targets[name] = AdapterTarget(number, first_row, rows, columns)
+            rows_of_parts.append((first_row, len(rows.mine)))
             first_row += len(rows.mine)
-        self._num_rows.append(first_row)
-
-        def adapted(x: torch.Tensor) -> torch.Tensor:
-            y = linear(x)
-            for run in self._runs:
-                change = run.layers.get(layer)
-                if change is not None:
-                    change.add(x, run.places, y)
-            return y
-
-        return adapted
+        native = None
+        if isinstance(linear, PackedLinear | QuantisedLinear) and linear.native is not None:
+            native = AdaptedLinear(linear, self._tokens, number)
+        self._layers.append(_Layer(tuple(rows_of_parts), len(columns.mine), native))
+        return native or adapted(linear, number, lambda: self._runs)
 
     def largest_bytes(self, rank: int) -> int:
         """Return what an adapter takes that changes all there is, this rank's parts, by `rank`."""
-        matrices, columns = [0] * len(self._num_rows), [0] * len(self._num_rows)
-        for target in self.targets.values():
-            matrices[target.layer] += 1
-            columns[target.layer] = len(target.columns.mine)
-        sizes = zip(matrices, columns, self._num_rows, strict=True)
-        # As `_fuse` lays them out: each matrix's b is as wide as the layer.
-        return self._run_dtype.itemsize * sum(
-            count * rank * (inputs + outputs) for count, inputs, outputs in sizes
-        )
+        return sum(self._largest_of(layer, rank) for layer in self._layers)
+
+    def _largest_of(self, layer: _Layer, rank: int) -> int:
+        code = native_code()
+        if layer.native is not None and code is not None:
+            return packed_bytes(layer.native.shape, layer.parts, rank, code)
+        # As `fuse` lays them out: each matrix's b is as wide as the layer.
+        width = layer.num_columns + layer.num_rows
+        return self._run_dtype.itemsize * len(layer.parts) * rank * width
 
     @property
     def num_bytes(self) -> int:
@@ -177,38 +157,41 @@ class AdapterBank:
     def prepare(self, generation: int, matrices: Mapping[str, LowRankMatrix]) -> LoadedAdapter:
         """Bring an adapter's matrices, this rank's parts, into the model's layers.
 
-        Raises: AdapterError if the device has no memory for them.
+        Raises: AdapterError if the device has no memory for them, or they leave their dtype.
         """
-        by_layer: dict[int, list[tuple[AdapterTarget, LowRankMatrix]]] = {}
+        by_layer: dict[int, list[LowRankPart]] = {}
         for name, matrix in matrices.items():
             target = self.targets[name]
-            by_layer.setdefault(target.layer, []).append((target, matrix))
+            part = LowRankPart(target.first_row, matrix.a, matrix.b)
+            by_layer.setdefault(target.layer, []).append(part)
         try:
-            layers = {layer: self._fuse(layer, each) for layer, each in by_layer.items()}
-        except torch.OutOfMemoryError as error:
+            layers = {
+                number: fuse(each, self._layers[number].num_rows, self._run_dtype, self._device)
+                for number, each in by_layer.items()
+                if self._layers[number].native is None
+            }
+            packed = self._pack({n: each for n, each in by_layer.items() if n not in layers})
+        except (torch.OutOfMemoryError, MemoryError) as error:
             raise AdapterError(f"{self._device} has no memory for it: {error}") from error
-        tensors = [tensor for each in layers.values() for tensor in (each.a, each.b)]
-        num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-        return LoadedAdapter(generation, layers, num_bytes, self)
+        except ValueError as error:
+            raise AdapterError(f"it does not fit the model: {error}") from error
+        return LoadedAdapter(generation, layers, packed, self)
 
-    def _fuse(
-        self, layer: int, changes: Sequence[tuple[AdapterTarget, LowRankMatrix]]
-    ) -> _LayerChange:
-        a = torch.cat([matrix.a for _, matrix in changes]).T.contiguous()
-        b = torch.zeros(a.shape[1], self._num_rows[layer])
-        parts, first = [], 0
-        for target, matrix in changes:
-            last = first + len(matrix.a)
-            part = slice(first, last), slice(target.first_row, target.first_row + len(matrix.b))
-            b[part] = matrix.b.T
-            parts.append(part)
-            first = last
-        dtype = self._run_dtype
-        return _LayerChange(a.to(self._device, dtype), b.to(self._device, dtype), tuple(parts))
+    def _pack(self, parts: Mapping[int, Sequence[LowRankPart]]) -> PackedAdapter | None:
+        """Return what is added to layers with native code. None: nothing."""
+        code = native_code()
+        if code is None or not parts:
+            return None
+        shapes = {
+            number: layer.native.shape
+            for number, layer in enumerate(self._layers)
+            if layer.native is not None
+        }
+        return PackedAdapter(shapes, parts, code)
 
     @property
     def _run_dtype(self) -> torch.dtype:
-        """Of an adapter's matrices."""
+        """Of an adapter's matrices in layers without native code."""
         # A CPU's products of few rows are several times faster in fp32 than in narrower types.
         return torch.float32 if self._device.type == "cpu" else self._dtype
 
@@ -241,16 +224,23 @@ class AdapterBank:
         """
         self._runs = []
         if not slots.any():
+            self._tokens.begin((), np.empty(0, np.int32))
             return
         slot_of_token = np.repeat(slots, counts)
+        packed: list[PackedAdapter] = []
+        adapter_of = np.full(len(slot_of_token), -1, np.int32)
         for slot in np.unique(slots[slots != 0]).tolist():
-            if slot not in self._loaded:
+            loaded = self._loaded.get(slot)
+            if loaded is None:
                 raise InvariantError(f"rows use adapter {slot}, which was dropped")
-            places = None
-            if not (slots == slot).all():
-                found = np.flatnonzero(slot_of_token == slot)
-                places = torch.from_numpy(found).to(self._device)
-            self._runs.append(_Run(self._loaded[slot].layers, places))
+            found = slot_of_token == slot
+            if loaded.packed is not None:
+                adapter_of[found] = len(packed)
+                packed.append(loaded.packed)
+            if loaded.layers:
+                places = torch.from_numpy(np.flatnonzero(found)).to(self._device)
+                self._runs.append(Run(loaded.layers, None if found.all() else places))
+        self._tokens.begin(packed, adapter_of)
 
     def has(self, slot: int) -> bool:
         """Whether an adapter is in a slot."""

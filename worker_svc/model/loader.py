@@ -2,7 +2,6 @@
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias, TypeVar
 
@@ -21,6 +20,7 @@ from worker_svc.model.model_config import ModelConfig
 from worker_svc.model.operations import Linear, Mlp, Operations
 from worker_svc.model.other_ranks import GatheredHead, NoOtherRanks, OtherRanks, SummedLinear
 from worker_svc.model.shard import Extent
+from worker_svc.model.torch_adapted import Gated
 
 Size: TypeAlias = int | Extent
 """Of a dimension: all of it, or a part."""
@@ -49,22 +49,6 @@ class TensorSource(Protocol):
         In `dtype` or, where that costs nothing, as it is.
         """
         ...
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Gated:
-    """activation(gate) * up of a linear layer that gives [gate, up]."""
-
-    linear: Linear
-    operations: Operations
-    activation: Activation
-
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the product. Shapes: x [T, in], returns [T, I]."""
-        gate_up = self.linear(x)
-        if self.activation is Activation.GELU:
-            return self.operations.gelu_and_mul(gate_up)
-        return self.operations.silu_and_mul(gate_up)
 
 
 class Loader:
@@ -217,11 +201,12 @@ class Loader:
         """Return activation(gate) * up of an MLP as one layer, [E] to [intermediate]."""
         config, inner = self.config, self._shard.columns(self._whole.intermediate_size)
         parts = [(f"{name}.gate_proj", inner), (f"{name}.up_proj", inner)]
-        if self._adapters is not None:
+        if self._adapters is not None and not self.operations.adapts_gated:
             # They change gate and up before these are multiplied.
             gate_up = self.linear(parts, config.hidden_size, has_bias=config.mlp_bias)
-            return _Gated(gate_up, self.operations, activation)
-        return self._plain_gated(parts, config.hidden_size, activation, has_bias=config.mlp_bias)
+            return Gated(gate_up, self.operations, activation)
+        gated = self._plain_gated(parts, config.hidden_size, activation, has_bias=config.mlp_bias)
+        return self._adapted(gated, parts, config.hidden_size)
 
     def down(self, name: str) -> Linear:
         """Return what brings an MLP back to hidden states."""
@@ -262,6 +247,10 @@ class Loader:
         Adapters may change it: each call must see all tokens of a step, in order.
         """
         linear = self._plain_linear(parts, columns, has_bias=has_bias)
+        return self._adapted(linear, parts, columns)
+
+    def _adapted(self, linear: Linear, parts: Sequence[tuple[str, Size]], columns: Size) -> Linear:
+        """Return the layer as adapters may change it, if there are any."""
         if self._adapters is None:
             return linear
         extents = [(name, _extent(rows)) for name, rows in parts]

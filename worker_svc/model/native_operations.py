@@ -9,6 +9,7 @@ from kernels import cache_layout, cpu_layers
 from kernels.activation import Activation
 from kernels.checks import Store
 from kernels.cpu_attention import attend
+from kernels.cpu_build import native_code
 from kernels.packed_linear import PackedLinear
 from kernels.weight_memory import WeightMemory
 from worker_svc.model.model_config import ExpertsConfig
@@ -35,6 +36,11 @@ class NativeOperations:
 
     def __init__(self) -> None:
         self._memory = WeightMemory()
+
+    @property
+    def adapts_gated(self) -> bool:
+        """They can if there is native code."""
+        return native_code() is not None
 
     @property
     def weight_dtype(self) -> torch.dtype | None:

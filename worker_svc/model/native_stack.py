@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import torch
 
+from kernels.adapted_linear import AdaptedLinear, AdaptedTokens
 from kernels.cpu_build import native_code
 from kernels.cpu_decoder import Decoder, DecoderGroup, DecoderLayer, DecoderStep
 from kernels.native_linear import native_of
@@ -78,8 +79,16 @@ def native_stack(
         num_kv_heads=shape.num_kv_heads,
         head_dim=shape.head_dim,
         code=code,
+        adapted=_adapted_tokens(layers),
     )
     return NativeStack(decoder)
+
+
+def _adapted_tokens(layers: Sequence[LayerParts]) -> AdaptedTokens | None:
+    """Return whose adapters the layers add; None: they add none."""
+    # An adapted model's layers share one, and all have queries.
+    qkv = layers[0].qkv
+    return qkv.tokens if isinstance(qkv, AdaptedLinear) else None
 
 
 def _native_layer(layer: LayerParts, group: int) -> DecoderLayer | None:

@@ -178,6 +178,11 @@ class Operations(Protocol):
     """Whether a cache is in lanes where its blocks allow it (`kernels.cache_layout`)."""
 
     @property
+    def adapts_gated(self) -> bool:
+        """Whether adapters can change what `gated_linear` returns."""
+        ...
+
+    @property
     def weight_dtype(self) -> torch.dtype | None:
         """In what type `linear` wants its weight. None: in the run dtype, as its bias."""
         ...

@@ -52,6 +52,7 @@ class TorchOperations:
 
     can_be_recorded = False
     keys_in_lanes = False
+    adapts_gated = False
 
     @property
     def weight_dtype(self) -> torch.dtype | None:

@@ -35,6 +35,7 @@ class TritonOperations:
 
     can_be_recorded = True
     keys_in_lanes = False
+    adapts_gated = False
 
     @property
     def weight_dtype(self) -> torch.dtype | None:

@@ -21,6 +21,7 @@ from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Operations
 from worker_svc.model.peft_checkpoint import read_checkpoint
 from worker_svc.model.quantised_operations import QuantisedOperations
+from worker_svc.model.torch_adapted import LayerChange
 from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import load_model
 from worker_svc.runtime.model_runner import ModelRunner
@@ -28,6 +29,7 @@ from worker_svc.runtime.start_up import RunnerLimits, make_runner
 from worker_svc.runtime.step_plan import AdmittedRow, Draft, SamplingParams
 
 CPU = torch.device("cpu")
+LIMITS = RunnerLimits(block_size=4, max_num_seqs=8, max_model_len=64, num_gpu_blocks_override=60)
 PROMPT = [104, 101, 108, 108, 111, 32]
 # Slot: what is in it. Of three ranks, and not all of all modules.
 ADAPTERS: dict[int, dict[str, object]] = {
@@ -57,10 +59,7 @@ def new_runner(request: pytest.FixtureRequest, places: Path) -> Callable[[], Mod
         bank.publish(slot, bank.prepare(*checkpoint))
 
     def make() -> ModelRunner:
-        limits = RunnerLimits(
-            block_size=4, max_num_seqs=8, max_model_len=64, num_gpu_blocks_override=60
-        )
-        return make_runner(loaded, limits, adapters=bank)[0]
+        return make_runner(loaded, LIMITS, adapters=bank)[0]
 
     return make
 
@@ -125,26 +124,32 @@ def test_a_row_without_its_adapter_fails_alone(
     assert well.output == alone[1][:1]
 
 
+def torch_runner(places: Path) -> ModelRunner:
+    """Return a runner whose layers have no native code."""
+    bank = AdapterBank(torch.float32, CPU)
+    loaded = load_model(places / "0", torch.float32, CPU, TorchOperations(), adapters=bank)
+    for slot in ADAPTERS:
+        bank.publish(slot, bank.prepare(*read_checkpoint(places / f"a{slot}", bank.targets, 64)))
+    return make_runner(loaded, LIMITS, adapters=bank)[0]
+
+
 def test_a_step_without_adapters_multiplies_nothing_more(
-    new_runner: Callable[[], ModelRunner], monkeypatch: pytest.MonkeyPatch
+    places: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runner = new_runner()
     calls: list[int] = []
-    monkeypatch.setattr("worker_svc.model.adapters._LayerChange.add", lambda *_: calls.append(1))
-    driver = PlanDriver(runner)
+    monkeypatch.setattr(LayerChange, "add", lambda *_: calls.append(1))
+    driver = PlanDriver(torch_runner(places))
     driver.generate(Sequence(PROMPT), 2)
     assert calls == []
     driver.generate(Sequence(PROMPT, adapter=1), 1)
     assert len(calls) == 2 * 4
 
 
-def test_many_tokens_at_once_are_as_many_few(
-    new_runner: Callable[[], ModelRunner], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_many_tokens_at_once_are_as_many_few(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     outputs = []
     for few in (0, 64):
-        monkeypatch.setattr("worker_svc.model.adapters._FEW_TOKENS", few)
-        driver = PlanDriver(new_runner())
+        monkeypatch.setattr("worker_svc.model.torch_adapted._FEW_TOKENS", few)
+        driver = PlanDriver(torch_runner(places))
         sequences = [Sequence(PROMPT * 3, adapter=slot) for slot in (1, 0, 2, 3, 2)]
         while left := [each for each in sequences if len(each.output) < 8]:
             driver.step({s: s.num_tokens - s.num_computed_tokens for s in left})

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 import tiny_llama
+from kernels.cpu_build import native_code
 from thread_ranks import on_all_ranks
 from tiny_adapter import write_adapter
+from worker_svc.model import adapters
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.native_operations import NativeOperations
 from worker_svc.model.operations import Operations
@@ -86,6 +88,17 @@ def test_logits_of_a_mixed_batch_are_those_of_one_worker(
     found = on_all_ranks(world_size, lambda group: batch_logits(places, operations(), group))[0]
     torch.testing.assert_close(found, whole, atol=1e-3, rtol=1e-3)
     assert torch.equal(found.argmax(-1), whole.argmax(-1))
+
+
+@pytest.mark.skipif(native_code() is None, reason="this machine compiles no C++")
+def test_ranks_leave_torch_nothing_to_add(places: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object) -> None:
+        raise AssertionError("torch adds an adapter")
+
+    monkeypatch.setattr(adapters, "fuse", refused)
+    assert on_all_ranks(2, lambda group: batch_logits(places, NativeOperations(), group))
+    with pytest.raises(AssertionError, match="torch adds an adapter"):
+        batch_logits(places, TorchOperations())
 
 
 def test_ranks_add_adapters_to_quantised_layers_as_well(places: Path) -> None:

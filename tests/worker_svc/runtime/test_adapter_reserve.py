@@ -10,15 +10,19 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from kernels.cpu_build import native_code
 from source_tree import ROOT
 from tiny_adapter import ALL_MODULES, write_adapter
 from tiny_llama import write_tiny_llama
 from worker_svc.errors import ConfigError
 from worker_svc.model.adapters import AdapterBank, LoadedAdapter
 from worker_svc.model.checkpoint import read_model_config
+from worker_svc.model.native_operations import NativeOperations
+from worker_svc.model.operations import Operations
 from worker_svc.model.other_ranks import NoOtherRanks
 from worker_svc.model.peft_checkpoint import read_checkpoint
 from worker_svc.model.shard import WHOLE, Shard
+from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import LoadedModel, load_model
 from worker_svc.runtime import start_up
 from worker_svc.runtime.adapter_reserve import AdapterReserve, reserve_for
@@ -50,10 +54,12 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(name, lambda: FREE_BYTES)
 
 
-def load(model: Path, shard: Shard = WHOLE) -> tuple[LoadedModel, AdapterBank]:
+def load(
+    model: Path, shard: Shard = WHOLE, operations: Operations | None = None
+) -> tuple[LoadedModel, AdapterBank]:
     bank = AdapterBank(torch.float32, CPU)
     ranks = Part(shard)
-    return load_model(model, torch.float32, CPU, ranks=ranks, adapters=bank), bank
+    return load_model(model, torch.float32, CPU, operations, ranks, adapters=bank), bank
 
 
 def prepared(bank: AdapterBank, directory: Path, **what: Any) -> LoadedAdapter:
@@ -61,6 +67,10 @@ def prepared(bank: AdapterBank, directory: Path, **what: Any) -> LoadedAdapter:
     return bank.prepare(*checkpoint)
 
 
+both_kinds = pytest.mark.parametrize("operations", [TorchOperations, NativeOperations])
+
+
+@both_kinds
 @settings(
     deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
@@ -70,38 +80,52 @@ def prepared(bank: AdapterBank, directory: Path, **what: Any) -> LoadedAdapter:
     shard=st.sampled_from([WHOLE, Shard(0, 2), Shard(1, 2), Shard(2, 3), Shard(3, 4)]),
 )
 def test_no_adapter_that_is_taken_needs_more_than_its_share(
-    model: Path, tmp_path: Path, rank: int, modules: set[str], shard: Shard
+    model: Path,
+    tmp_path: Path,
+    operations: type[Operations],
+    rank: int,
+    modules: set[str],
+    shard: Shard,
 ) -> None:
-    _, bank = load(model, shard)
+    _, bank = load(model, shard, operations())
     share = bank.largest_bytes(MAX_RANK)
     adapter = prepared(bank, tmp_path, rank=rank, modules=sorted(modules))
     assert adapter.num_bytes <= share
     assert reserve_for(bank, 5, MAX_RANK).num_bytes == 5 * share
 
 
-def test_the_formula_of_the_docs_is_what_is_kept(model: Path) -> None:
-    """docs/adapters.md has it, and what it makes of a model of 8 billion."""
-    _, bank = load(model)
+def formula(rank: int, itemsize: int, sizes: tuple[int, ...], *, is_native: bool = False) -> int:
+    E, Q, K, inner, layers = sizes
+    width = 7 * E + 2 * Q + 2 * K + 3 * inner if is_native else 7 * E + 4 * Q + 6 * K + 5 * inner
+    return rank * layers * itemsize * width
+
+
+def test_the_formulas_of_the_docs_are_what_is_kept(model: Path) -> None:
+    """docs/adapters.md has them, and what they make of a model of 8 billion."""
     config = read_model_config(model)
-
-    def formula(rank: int, itemsize: int, E: int, Q: int, K: int, inner: int, layers: int) -> int:
-        return rank * layers * itemsize * (7 * E + 4 * Q + 6 * K + 5 * inner)
-
     E, D = config.hidden_size, config.head_dim
     Q, K = config.num_heads * D, config.num_kv_heads * D
     sizes = (E, Q, K, config.intermediate_size, config.num_layers)
-    assert formula(MAX_RANK, 4, *sizes) == bank.largest_bytes(MAX_RANK)
+    assert formula(MAX_RANK, 4, sizes) == load(model)[1].largest_bytes(MAX_RANK)
+    if native_code() is not None:
+        kept = load(model, operations=NativeOperations())[1].largest_bytes(64)
+        # Beside it, where the ranks of each 16 outputs stand; and outputs to fill up the last 16.
+        assert 1 <= kept / formula(64, 4, sizes, is_native=True) < 1.1
     eight_billion = (4096, 4096, 1024, 14336, 32)
-    gib = [8 * formula(64, itemsize, *eight_billion) / 2**30 for itemsize in (2, 4)]
+    gib = [8 * formula(64, 2, eight_billion, is_native=native) / 2**30 for native in (False, True)]
     stated = re.search(r"8 billion .*?: ([\d.]+) GiB in bfloat16 on a GPU, ([\d.]+) on a CPU", DOCS)
     assert stated is not None
     assert [f"{each:.2f}" for each in gib] == list(stated.groups())
     assert "rank x layers x bytes x (7 E + 4 Q + 6 K + 5 I)" in DOCS
+    assert "rank x layers x bytes x (7 E + 2 Q + 2 K + 3 I)" in DOCS
 
 
+@both_kinds
 @pytest.mark.parametrize("shard", [WHOLE, Shard(1, 2)])
-def test_the_largest_adapter_needs_all_of_it(model: Path, tmp_path: Path, shard: Shard) -> None:
-    _, bank = load(model, shard)
+def test_the_largest_adapter_needs_all_of_it(
+    model: Path, tmp_path: Path, shard: Shard, operations: type[Operations]
+) -> None:
+    _, bank = load(model, shard, operations())
     adapter = prepared(bank, tmp_path, rank=MAX_RANK)
     assert adapter.num_bytes == bank.largest_bytes(MAX_RANK)
 
