@@ -38,12 +38,13 @@ from torch.nn import functional  # noqa: E402
 from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 from kernels import reference_layers, reference_quantised  # noqa: E402
+from kernels.adapter_runs import adapter_runs  # noqa: E402
 from kernels.cache_addresses import CacheAddresses  # noqa: E402
 from kernels.checks import Scales  # noqa: E402
 from kernels.copy_blocks import copy_blocks  # noqa: E402
 from kernels.gather_blocks import gather_blocks  # noqa: E402
 from kernels.kept_weight import BITS, Form, KeptWeight  # noqa: E402
-from kernels.multi_lora import adapter_runs, multi_lora  # noqa: E402
+from kernels.multi_lora import multi_lora  # noqa: E402
 from kernels.paged_attention_classic import paged_attention_classic  # noqa: E402
 from kernels.paged_decode import paged_decode  # noqa: E402
 from kernels.paged_prefill import paged_prefill  # noqa: E402

@@ -1,11 +1,10 @@
 """Low-rank adapters, a different one for each token, in two launches."""
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
+from kernels.adapter_runs import AdapterRuns
 from kernels.checks import ACTIVATIONS, check_contiguous, check_device, check_rows
 from kernels.tuned import target_of
 
@@ -14,28 +13,6 @@ _COLUMNS = 128
 _DEPTH = 128
 # A decoding batch has few tiles: the long sum of `shrink` is split to fill the GPU.
 _SPLITS = 8
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class AdapterRuns:
-    """The tokens of a step, sorted by adapter. The same for all layers."""
-
-    order: torch.Tensor
-    """[T] int32. Places of tokens; first those without an adapter, then adapter by adapter."""
-
-    starts: torch.Tensor
-    """[L + 1] int32. Where each adapter's tokens start in `order`, and the end."""
-
-
-def adapter_runs(token_adapters: torch.Tensor, num_adapters: int) -> AdapterRuns:
-    """Sort tokens by adapter, without waiting for the device.
-
-    Shapes: token_adapters [T] int32, from -1 (none) to num_adapters - 1.
-    """
-    order = torch.argsort(token_adapters, stable=True)
-    bounds = torch.arange(num_adapters + 1, device=token_adapters.device, dtype=torch.int32)
-    starts = torch.searchsorted(token_adapters[order].contiguous(), bounds)
-    return AdapterRuns(order.int(), starts.int())
 
 
 def multi_lora(

@@ -86,6 +86,7 @@ class PackedLinear:
             ctypes.c_void_p(weight.data_ptr()),
             ctypes.c_int64(weight.stride(0)),
             ctypes.c_void_p(self._packed.data_ptr()),
+            ctypes.c_int64(cpu_threads.num_threads()),
         )
 
     @property

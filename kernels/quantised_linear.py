@@ -59,7 +59,7 @@ class QuantisedWeight:
         return dequantise(self.values, self.scales, self.minimums, self.zero_point)
 
 
-def quantise(weight: torch.Tensor, bits: int) -> QuantisedWeight:
+def quantise(weight: torch.Tensor, bits: int, code: ctypes.CDLL | None = None) -> QuantisedWeight:
     """Round weights: to 8 bits around 0, as GGUF's Q8_0; or to 4 from a group's least, as Q4_1.
 
     Shapes: weight [O, I], of any float type.
@@ -69,6 +69,27 @@ def quantise(weight: torch.Tensor, bits: int) -> QuantisedWeight:
     """
     if bits not in {4, 8}:
         raise ValueError(f"bits is {bits}, must be 4 or 8")
+    code = code or native_code()
+    if code is None or weight.device.type != "cpu":
+        return quantise_in_torch(weight, bits)
+    weight = weight.float().contiguous()
+    rows, columns = weight.shape
+    values = torch.empty((rows, columns), dtype=torch.uint8)
+    scales = torch.empty((rows, -(-columns // GROUP)))
+    minimums = torch.empty_like(scales) if bits == 4 else None
+    code.pagemill_quantise(
+        ctypes.c_void_p(weight.data_ptr()),
+        *(ctypes.c_int64(number) for number in (rows, columns, bits)),
+        ctypes.c_void_p(values.data_ptr()),
+        ctypes.c_void_p(scales.data_ptr()),
+        ctypes.c_void_p(None if minimums is None else minimums.data_ptr()),
+        ctypes.c_int64(cpu_threads.num_threads()),
+    )
+    return QuantisedWeight(bits, values, scales, minimums, 128 if minimums is None else 0)
+
+
+def quantise_in_torch(weight: torch.Tensor, bits: int) -> QuantisedWeight:
+    """Do the same without native code, value for value."""
     rows, columns = weight.shape
     # What fills the last group up must not widen its range: the last weight does not.
     padded = functional.pad(weight.float()[None], (0, -columns % GROUP), mode="replicate")[0]
@@ -176,6 +197,7 @@ class QuantisedLinear:
         code.pagemill_quantised_pack(
             ctypes.byref(self._arguments),
             *(ctypes.c_void_p(tensor.data_ptr()) for tensor in (values, scales, minimums, packed)),
+            ctypes.c_int64(cpu_threads.num_threads()),
         )
         return packed
 

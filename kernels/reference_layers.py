@@ -5,7 +5,7 @@ from itertools import pairwise
 import torch
 
 from kernels.activation import Activation
-from kernels.multi_lora import AdapterRuns
+from kernels.adapter_runs import AdapterRuns
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

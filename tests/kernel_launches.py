@@ -5,13 +5,14 @@ from collections.abc import Sequence
 import torch
 
 from compile_kernels import Build
+from kernels.adapter_runs import adapter_runs
 from kernels.cache_addresses import CacheAddresses
 from kernels.checks import FP8, Scales
 from kernels.copy_blocks import copy_blocks
 from kernels.gather_blocks import gather_blocks
 from kernels.kept_weight import BITS, lay_out
 from kernels.merge_splits import merge_splits
-from kernels.multi_lora import adapter_runs, multi_lora
+from kernels.multi_lora import multi_lora
 from kernels.paged_attention_classic import paged_attention_classic
 from kernels.paged_decode import paged_decode
 from kernels.paged_prefill import paged_prefill

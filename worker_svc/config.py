@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Final, Literal, TextIO
 
 import yaml
 from pydantic import AfterValidator, Field, SecretStr, ValidationError
@@ -23,6 +23,8 @@ from worker_svc.errors import ConfigError
 ElementTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 KvTypeName = Literal["auto", "float32", "bfloat16", "float16", "fp8", "fp8_e4m3", "fp8_e5m2"]
 
+JOIN_AS_TOLD: Final = "-"
+
 
 def _model_path(text: str) -> str:
     if not text:
@@ -40,6 +42,10 @@ def _address(text: str) -> str:
     if not host or not re.fullmatch("[0-9]{1,5}", port) or not 1 <= int(port) <= 65535:
         raise ValueError("must be HOST:PORT with a port of 1 to 65535, or unix:PATH")
     return text
+
+
+def _join(text: str) -> str:
+    return text if text == JOIN_AS_TOLD else _address(text)
 
 
 def _device(text: str) -> str:
@@ -75,8 +81,9 @@ class WorkerSettings(BaseSettings):
     config: str = ""
     """YAML file of settings by these names. Empty: none."""
 
-    join: Annotated[str, AfterValidator(_address)] = "127.0.0.1:50052"
-    """The scheduler's listener for workers: HOST:PORT or unix:PATH."""
+    join: Annotated[str, AfterValidator(_join)] = "127.0.0.1:50052"
+    """The scheduler's listener for workers: HOST:PORT or unix:PATH. -: standard input says
+    it in a line."""
 
     join_secret: SecretStr = SecretStr("")
     """Shared with the scheduler. Empty: none. PAGEMILL_JOIN_SECRET keeps it out of `ps`."""
@@ -168,6 +175,20 @@ def read_settings(argv: Sequence[str]) -> WorkerSettings:
         return WorkerSettings.model_validate({**file, **environment, **flags})
     except ValidationError as error:
         raise ConfigError(_first_complaint(error)) from None
+
+
+def settled_join(settings: WorkerSettings, lines: TextIO) -> str:
+    """Return the address to join, for which `-` waits until the first of `lines` says it.
+
+    Raises: ConfigError if that is no address, or nothing comes any more.
+    """
+    if settings.join != JOIN_AS_TOLD:
+        return settings.join
+    line = lines.readline().strip()
+    try:
+        return _address(line)
+    except ValueError as error:
+        raise ConfigError(f"join is '-', and standard input says {line!r}, {error}") from None
 
 
 def _read_flags(argv: Sequence[str]) -> dict[str, object]:

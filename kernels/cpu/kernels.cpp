@@ -10,10 +10,13 @@
 #include "draw.h"
 #include "layers.h"
 #include "linear.h"
+#include "pack.h"
 #include "prefill.h"
+#include "quantise.h"
 #include "quantised.h"
 #include "read.h"
 #include "told.h"
+#include "unpack.h"
 
 namespace {
 

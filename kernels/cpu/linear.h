@@ -193,32 +193,6 @@ struct Layout {
     int64_t size() const { return panels * panel_size; }
 };
 
-// Reads as many rows side by side as a panel has, and writes in order.
-template <class P, class A>
-static void pack_weight(const Linear& a, const A* weight, int64_t stride,
-                        typename P::Weight* packed) {
-    Layout<P> layout(a);
-    int64_t whole = a.I / P::DEPTH;
-    for (int64_t p = 0; p < layout.panels; ++p) {
-        const A* rows[VECS * W];
-        for (int64_t n = 0; n < VECS * W; ++n) {
-            int64_t row = weight_row(a, p * layout.outputs, n / W, n % W);
-            rows[n] = row < 0 ? nullptr : weight + row * stride;
-        }
-        for (int64_t u = 0; u < layout.units; ++u) {
-            int64_t bytes = sizeof(A) * (u < whole ? P::DEPTH : a.I - whole * P::DEPTH);
-            for (int64_t n = 0; n < VECS * W; ++n, packed += P::DEPTH) {
-                if (rows[n] && u < whole) {
-                    memcpy((void*)packed, rows[n] + u * P::DEPTH, sizeof(A) * P::DEPTH);
-                    continue;
-                }
-                memset((void*)packed, 0, sizeof(A) * P::DEPTH);
-                if (rows[n]) memcpy((void*)packed, rows[n] + u * P::DEPTH, bytes);
-            }
-        }
-    }
-}
-
 // --- one call ---
 
 // Rows that go through a panel together: their inputs must stay in the second cache.
@@ -351,15 +325,6 @@ extern "C" int64_t pagemill_linear_bytes(const Linear* a) {
         bytes = Layout<decltype(p)>(*a).size() * sizeof(type);
     });
     return bytes;
-}
-
-// Packs a weight [O, I], or [2 * O, I] if gated, with rows `stride` elements apart.
-extern "C" int pagemill_linear_pack(const Linear* a, const void* weight, int64_t stride,
-                                    void* packed) {
-    return with_weights(a->dtype, [&](auto p, auto type) {
-        pack_weight<decltype(p)>(*a, (const decltype(type)*)weight, stride,
-                                 (typename decltype(p)::Weight*)packed);
-    });
 }
 
 // Returns 0; 1 if memory is short, 2 if the type is not known.

@@ -302,14 +302,20 @@ static void pack_scales(const QuantisedLinear& a, const float* from, const int64
 
 static void pack_group(const QuantisedLinear& a, const Unpacked& from, const int64_t* rows,
                        int64_t g, char* to) {
-    memset(to, 0, a.values_bytes());
+    typedef std::conditional_t<BYTES_DEPTH == 1, uint8_t, uint32_t> Unit;
+    static_assert(sizeof(Unit) == BYTES_DEPTH, "inputs of an output that stand together");
+    constexpr int64_t UNITS = GROUP / BYTES_DEPTH;
     for (int64_t n = 0; n < VECS * W; ++n) {
-        if (rows[n] < 0) continue;
-        const uint8_t* values = from.values + rows[n] * a.plain.I;
-        for (int64_t k = 0; k < GROUP && g * GROUP + k < a.plain.I; ++k) {
-            int64_t unit = k / BYTES_DEPTH, at = a.bits == 4 ? unit / 2 : unit;
-            int64_t byte = (at * VECS * W + n) * BYTES_DEPTH + k % BYTES_DEPTH;
-            to[byte] |= values[g * GROUP + k] << (a.bits == 4 ? unit % 2 * 4 : 0);
+        Unit units[UNITS] = {};
+        if (rows[n] >= 0) {
+            const uint8_t* values = from.values + rows[n] * a.plain.I + g * GROUP;
+            memcpy(units, values, std::min<int64_t>(GROUP, a.plain.I - g * GROUP));
+        }
+        // Of 4 bits two units lie in one, the first below the second.
+        int64_t in_one = a.bits == 4 ? 2 : 1;
+        for (int64_t u = 0; u < UNITS; u += in_one) {
+            Unit unit = in_one == 2 ? units[u] | units[u + 1] << 4 : units[u];
+            memcpy(to + (u / in_one * VECS * W + n) * BYTES_DEPTH, &unit, sizeof(unit));
         }
     }
     char* scales = to + a.values_bytes();
@@ -324,16 +330,18 @@ extern "C" int64_t pagemill_quantised_bytes(const QuantisedLinear* a) {
 }
 
 extern "C" void pagemill_quantised_pack(const QuantisedLinear* a, const uint8_t* values,
-                                        const float* scales, const float* minimums, char* packed) {
-    for (int64_t p = 0; p < a->panels(); ++p) {
+                                        const float* scales, const float* minimums, char* packed,
+                                        int64_t num_threads) {
+    over_units(a->panels(), num_threads, [&](int64_t p) {
         int64_t rows[VECS * W];
         for (int64_t n = 0; n < VECS * W; ++n) {
             rows[n] = weight_row(a->plain, p * a->outputs(), n / W, n % W);
         }
-        for (int64_t g = 0; g < a->groups(); ++g, packed += a->group_bytes()) {
-            pack_group(*a, {values, scales, minimums}, rows, g, packed);
+        char* to = packed + p * a->panel_bytes();
+        for (int64_t g = 0; g < a->groups(); ++g, to += a->group_bytes()) {
+            pack_group(*a, {values, scales, minimums}, rows, g, to);
         }
-    }
+    });
 }
 
 // Returns 0; 1 if memory is short, 2 if the type is not known.

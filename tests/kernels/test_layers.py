@@ -6,8 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import reference_layers as reference
+from kernels.adapter_runs import adapter_runs
 from kernels.checks import Scales
-from kernels.multi_lora import adapter_runs, multi_lora
+from kernels.multi_lora import multi_lora
 from kernels.paged_attention_classic import paged_attention_classic
 from kernels.reference_attention import quantise
 from kernels.rms_norm import rms_norm

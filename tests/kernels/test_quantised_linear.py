@@ -8,7 +8,12 @@ from torch.nn import functional
 
 from kernels import quantised_linear
 from kernels.activation import Activation
-from kernels.quantised_linear import QuantisedLinear, QuantisedWeight, quantise
+from kernels.quantised_linear import (
+    QuantisedLinear,
+    QuantisedWeight,
+    quantise,
+    quantise_in_torch,
+)
 from kernels.reference_quantised import GROUP, round_rows
 from native_variants import drawn, variant, variants
 from paged_cases import NAN, assert_rounded_once
@@ -189,3 +194,31 @@ def test_what_does_not_fit_is_refused() -> None:
         QuantisedLinear(weight, dtype=FP32)(torch.zeros(2, 41))
     with pytest.raises(ValueError, match="bits is 3"):
         quantise(torch.zeros(2, 2), 3)
+
+
+@variants
+@settings(max_examples=50)
+@given(
+    size=sizes,
+    bits=st.sampled_from([4, 8]),
+    scale=st.sampled_from([1e-9, 1e-3, 1.0, 1e4, 1e9]),
+    specials=st.lists(st.sampled_from([0.0, -0.0, float("inf"), -float("inf"), NAN]), max_size=4),
+    seed=st.integers(0, 1000),
+)
+def test_native_code_rounds_weights_as_torch_does(
+    name: str, size: tuple[int, int], bits: int, scale: float, specials: list[float], seed: int
+) -> None:
+    weight = drawn(seed, *size, dtype=FP32) * scale
+    weight.view(-1)[: len(specials)] = torch.tensor(specials)[: weight.numel()]
+    found, expected = quantise(weight, bits, variant(name)), quantise_in_torch(weight, bits)
+    assert (found.bits, found.zero_point) == (expected.bits, expected.zero_point)
+    is_nan = expected.scales.isnan()
+    assert torch.equal(found.scales.isnan(), is_nan)
+    assert torch.equal(found.scales[~is_nan], expected.scales[~is_nan])
+    of_numbers = ~is_nan.repeat_interleave(GROUP, 1)[:, : size[1]]
+    assert torch.equal(found.values[of_numbers], expected.values[of_numbers])
+    if expected.minimums is None or found.minimums is None:
+        assert found.minimums is expected.minimums
+    else:
+        assert torch.equal(found.minimums.isnan(), is_nan)
+        assert torch.equal(found.minimums[~is_nan], expected.minimums[~is_nan])

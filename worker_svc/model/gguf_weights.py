@@ -9,6 +9,7 @@ import numpy.typing as npt
 import torch
 from gguf import dequantize
 
+from kernels.unpack import unpack
 from worker_svc.errors import ModelError
 from worker_svc.model.gguf_file import GgufFile, GgufTensor
 from worker_svc.model.gguf_names import hf_tensors
@@ -73,15 +74,15 @@ class GgufWeights:
         """Return some of a tensor's first dimension."""
         columns = tensor.shape[-1]
         if len(tensor.shape) == 1:
-            whole = torch.from_numpy(self._unpack(tensor, 0, 1)[0]).to(dtype)
-            return whole[wanted.start : wanted.stop]
+            whole = torch.empty((1, columns), dtype=dtype)
+            self._unpack(tensor, 0, whole)
+            return whole[0, wanted.start : wanted.stop]
         weight = torch.empty((len(wanted), *tensor.shape[1:]), dtype=dtype)
         rows = weight.view(-1, columns)
         start = wanted.start * prod(tensor.shape[1:-1])
         step = max(1, _SLAB_ELEMENTS // columns)
         for first in range(0, len(rows), step):
-            slab = rows[first : first + step]
-            slab.copy_(torch.from_numpy(self._unpack(tensor, start + first, len(slab))))
+            self._unpack(tensor, start + first, rows[first : first + step])
         return weight
 
     def _halves_apart(self, name: str, weight: torch.Tensor, heads: int) -> torch.Tensor:
@@ -90,13 +91,15 @@ class GgufWeights:
             raise ModelError(f"tensor {name} is {shape}, must have {rows} rows")
         return halves_apart(weight, len(weight) // head_dim)
 
-    def _unpack(self, tensor: GgufTensor, first: int, num_rows: int) -> npt.NDArray[np.float32]:
-        """Return rows from the `first` on. Shape: [num_rows, columns]."""
+    def _unpack(self, tensor: GgufTensor, first: int, to: torch.Tensor) -> None:
+        """Write rows from the `first` on. Shape: to [rows, columns], contiguous."""
         row_bytes = tensor.num_bytes // prod(tensor.shape[:-1])
-        packed = np.empty((num_rows, row_bytes), np.uint8)
+        packed = np.empty((len(to), row_bytes), np.uint8)
         self._opened.seek(tensor.offset + first * row_bytes)
         if self._opened.readinto(packed.data) != packed.nbytes:
             raise ModelError(f"{tensor.name} is cut short")
+        if unpack(tensor.kind, packed, to):
+            return
         try:
             # As one row: the package loops over every 16 of them, which is slow for narrow ones.
             values: npt.NDArray[np.float32] = dequantize(packed.reshape(1, -1), tensor.kind)
@@ -104,7 +107,7 @@ class GgufWeights:
             raise ModelError(
                 f"{tensor.name} is packed as {tensor.kind.name}, which is not known"
             ) from error
-        return values.reshape(num_rows, tensor.shape[-1])
+        to.copy_(torch.from_numpy(values.reshape(to.shape)))
 
 
 def halves_apart(weight: torch.Tensor, heads: int) -> torch.Tensor:

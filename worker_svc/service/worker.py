@@ -22,6 +22,7 @@ from worker_svc.service.meeting import meeting
 from worker_svc.service.model_host import CacheLimits, LaunchRunner, ModelHost, StepRunner
 from worker_svc.service.process_group import ProcessGroup
 from worker_svc.service.shutdown import Shutdown
+from worker_svc.service.start_clock import StartClock
 from worker_svc.service.step_loop import StepLoop
 from worker_svc.service.step_stream import RefusedError, StepStream, StreamLostError
 from worker_svc.service.worker_status import Phase, WorkerStatus
@@ -76,13 +77,19 @@ class Worker:
         shutdown: Shutdown,
         log: Logger,
         exit_now: Callable[[], None],
+        clock: StartClock | None = None,
     ) -> None:
-        """Call `exit_now` when asked to stop while the model loads: there is no step to finish."""
+        """Call `exit_now` when asked to stop while the model loads: there is no step to finish.
+
+        The first time that it has joined it logs what the clock has of its start.
+        """
         self._host = host
         self._settings = settings
         self._shutdown = shutdown
         self._log = log
         self._exit_now = exit_now
+        self._clock = clock or StartClock(time.monotonic())
+        self._has_started = False
         self._adapters = AdapterLoading(host.adapters, log)
         self._status = WorkerStatus()
         self._backoff = Backoff(secrets.SystemRandom().random)
@@ -145,6 +152,7 @@ class Worker:
             return ExitStatus.STOPPED
         if not isinstance(first, worker_pb2.JoinAck):
             raise InvariantError(f"a {type(first).__name__} came before the acknowledgement")
+        self._clock.ended("dial")
         assignment = read_assignment(first, hello)
         if self._has_another_cache(assignment):
             return None
@@ -186,6 +194,7 @@ class Worker:
             with self._shutdown.waking(self._exit_now):
                 self._status.enter(Phase.LOADING)
                 self._host.load(self._group)
+            self._clock.ended("load")
         if self._group is None:
             return self._run_plans(stream, assignment)
         with meeting(stream, self._group, self._settings.rank_host, self._shutdown) as met:
@@ -209,6 +218,10 @@ class Worker:
             world_size=shard.world_size,
             boot_id=f"{self._boot_id:016x}",
         )
+        if not self._has_started:
+            self._clock.ended("cache")
+            self._log.info("started", **self._clock.seconds())
+            self._has_started = True
         joined_s = time.monotonic()
         try:
             self._loop(cache.runner, shard).run(stream)

@@ -48,6 +48,15 @@ class Child:
                 return line.removeprefix(f"{word} ").strip()
         return None
 
+    def tell(self, line: str) -> None:
+        """Write the line that the program waits for on its standard input, and close that.
+
+        Nothing happens if it has ended, or waits for none.
+        """
+        if self._process.stdin is not None:
+            self._process.stdin.write(f"{line}\n".encode())
+            self._process.stdin.close()
+
     def last_words(self) -> str:
         """Return the last lines of standard error. Empty if they went to the terminal."""
         if self._log is None:
@@ -128,8 +137,10 @@ class Children:
         """Yield the programs in the order of their first start."""
         yield from self._by_name.values()
 
-    async def start(self, name: str, command: Sequence[str]) -> Child:
+    async def start(self, name: str, command: Sequence[str], *, is_told: bool = False) -> Child:
         """Start a program, tied to this process, by default in a process group of its own.
+
+        One that `is_told` something reads a line from its standard input.
 
         A terminal's Ctrl-C thus reaches this process alone, which stops the others in order.
         A name is given again only when the program that had it has ended.
@@ -140,7 +151,7 @@ class Children:
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-S", tether.__file__, str(os.getpid())),
                 *command,
-                stdin=asyncio.subprocess.DEVNULL,
+                stdin=asyncio.subprocess.PIPE if is_told else asyncio.subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
                 process_group=0 if self._own_groups else None,

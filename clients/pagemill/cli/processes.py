@@ -38,7 +38,7 @@ class Programs:
     """Command line. It prints `listening ADDRESS` and `workers ADDRESS`."""
 
     worker: tuple[str, ...]
-    """Command line, to which --join ADDRESS is added."""
+    """Command line, to which `--join -` is added: it reads the address from standard input."""
 
     num_workers: int = 1
     """Workers to start with it: the ranks of one group."""
@@ -105,7 +105,7 @@ class _Server:
 
     scheduler: Child
     workers: tuple[Child, ...]
-    start_worker: Callable[[str], Awaitable[Child]]
+    restart_worker: Callable[[str], Awaitable[Child]]
     """Starts a worker of a name, in place of one that has ended."""
 
 
@@ -117,18 +117,23 @@ async def _live(children: Children, programs: Programs, announce: Callable[[str]
 
 
 async def _bring_up(children: Children, programs: Programs) -> _Server:
-    """Start both programs; return when the server can answer."""
+    """Start both programs; return when the server can answer.
+
+    Workers, who import for longer than anything else takes, begin with that, and are told where
+    the scheduler listens once it is known.
+    """
+
+    async def start_worker(name: str) -> Child:
+        return await children.start(name, (*programs.worker, "--join", "-"), is_told=True)
+
     try:
         async with asyncio.timeout(programs.ready_timeout_s):
             scheduler = await children.start(SCHEDULER, programs.scheduler)
-            address = await _until(children, lambda: _said(scheduler, "listening"))
-            joined = await _until(children, lambda: _said(scheduler, "workers"))
-
-            async def start_worker(name: str) -> Child:
-                command = (*programs.worker, "--join", dial_address(joined))
-                return await children.start(name, command)
-
             workers = [await start_worker(name) for name in _names(programs.num_workers)]
+            address = await _until(children, lambda: _said(scheduler, "listening"))
+            joined = dial_address(await _until(children, lambda: _said(scheduler, "workers")))
+            for worker in workers:
+                worker.tell(joined)
             # Its own attempts would only delay the news that a program has ended.
             once = RetryPolicy(max_attempts=1)
             async with AsyncClient(dial_address(address), retry=once) as client:
@@ -138,7 +143,13 @@ async def _bring_up(children: Children, programs: Programs) -> _Server:
             f"the server could not answer within {programs.ready_timeout_s:g} s",
             ExitStatus.UNAVAILABLE,
         ) from error
-    return _Server(address, scheduler, tuple(workers), start_worker)
+
+    async def restart_worker(name: str) -> Child:
+        worker = await start_worker(name)
+        worker.tell(joined)
+        return worker
+
+    return _Server(address, scheduler, tuple(workers), restart_worker)
 
 
 def _names(num_workers: int) -> list[str]:
@@ -199,7 +210,7 @@ async def _keep_worker_up(server: _Server, worker: Child) -> None:
         say(f"{ended}; starting it again in {pause_s:g} s")
         if await server.scheduler.ended_within(pause_s):
             raise ChildEndedError(server.scheduler, "though nobody asked it to")
-        worker = await server.start_worker(worker.name)
+        worker = await server.restart_worker(worker.name)
 
 
 async def _first_to_end(*some: Child) -> Child:

@@ -93,6 +93,13 @@ async def test_a_signal_stops_both_and_the_status_is_0(
     assert none_alive(pids())
 
 
+async def test_workers_start_beside_the_scheduler_and_are_told_where_it_listens(
+    tmp_path: Path, programs: Callable[..., Programs], pids: Callable[[], list[int]]
+) -> None:
+    async with processes.running(programs("late", num_workers=2), tmp_path):
+        await until(lambda: len(pids()) == 3)
+
+
 async def test_a_signal_during_the_start_stops_it(
     tmp_path: Path, programs: Callable[..., Programs], pids: Callable[[], list[int]]
 ) -> None:
