@@ -6,7 +6,7 @@ from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 # Before torch is imported anywhere, and inherited by every process a test starts: the machine's
 # cores are shared, and sums come out the same on all machines.
@@ -20,6 +20,9 @@ if not Path("/dev/nvidiactl").exists():
 # A busy machine must not fail a property; the seed of a failure is printed, to run it again.
 settings.register_profile("pagemill", deadline=None, print_blob=True)
 settings.load_profile("pagemill")
+# Where only whether something fails is of interest, as with planted bugs: the shortest example of
+# it takes minutes to find.
+settings.register_profile("unshrunk", phases=(Phase.explicit, Phase.generate))
 
 
 @pytest.fixture(scope="session")

@@ -91,6 +91,28 @@ def test_a_token_is_drawn_at_every_share_of_its_own_probability(name: str) -> No
     assert found.tolist() == [1, 1, 3]
 
 
+@variants
+@pytest.mark.parametrize(
+    ("filters", "last"),
+    [({}, 2999), ({"top_k": 2}, 0), ({"top_k": 2000}, 1998), ({"top_p": 0.98}, 1742)],
+    ids=["all", "two", "many", "a share"],
+)
+def test_tokens_far_below_the_best_are_drawn_as_well(
+    name: str, filters: dict[str, float], last: int
+) -> None:
+    """3,000 of them, 11 below: each is rare, but one token in twenty is one of them."""
+    logits = torch.full((1, 3001), -11.0)
+    logits[0, 1500] = 0.0
+    rare = np.exp(-11.0)
+    nths = sorted({0, last // 2, last})
+    kept = 1 + (last + 1) * rare
+    shares = [0.5, *((1 + (nth + 0.5) * rare) / kept for nth in nths), 1 - 2.0**-53]
+    columns = {f"{name}s": value for name, value in filters.items()}
+    found = draw(logits, draws([0] * len(shares), shares, **columns), code=variant(name))
+    ids = [nth + (nth >= 1500) for nth in [*nths, last]]
+    assert found.tolist() == [1500, *ids]
+
+
 def test_draws_do_not_depend_on_neighbours_or_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(5)
     logits = torch.randn(7, 4000, generator=generator)

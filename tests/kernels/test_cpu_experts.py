@@ -36,15 +36,13 @@ class Mixture:
         num_chosen: int,
         *,
         sums_to_one: bool,
-        is_undecided: bool = False,
+        router: torch.Tensor | None = None,
     ) -> None:
-        """Make them, with a router that gives all experts equal logits if it is undecided."""
+        """Make them, with a router's weight [num_experts, HIDDEN], random if not given."""
         code = variant(name)
         self.num_chosen, self.sums_to_one = num_chosen, sums_to_one
-        router = drawn(7, num_experts, HIDDEN, dtype=dtype)
-        if is_undecided:
-            router[:] = router[:1].clone()
-        self.router = PackedLinear(router, code=code)
+        drawn_router = drawn(7, num_experts, HIDDEN, dtype=dtype)
+        self.router = PackedLinear(drawn_router if router is None else router, code=code)
         self.experts = [
             (
                 PackedLinear(
@@ -102,8 +100,16 @@ def test_each_token_gets_the_weighted_sum_of_its_likeliest_experts(
 
 
 def test_of_equal_logits_the_lower_expert_is_chosen() -> None:
-    mixture = Mixture("native", BF16, 6, 2, sums_to_one=True, is_undecided=True)
+    router = drawn(7, 1, HIDDEN, dtype=BF16).repeat(6, 1)
+    mixture = Mixture("native", BF16, 6, 2, sums_to_one=True, router=router)
     x = drawn(1, 3, HIDDEN, dtype=BF16)
+    assert_rounded_once(mixture.native(x), mixture.expected(x))
+
+
+def test_of_equal_logits_the_higher_expert_gives_way_to_a_likelier_one() -> None:
+    row = drawn(7, 1, HIDDEN, dtype=BF16)
+    mixture = Mixture("native", BF16, 3, 2, sums_to_one=True, router=torch.cat([row, row, 2 * row]))
+    x = row / 40  # logits about 1, 1 and 2
     assert_rounded_once(mixture.native(x), mixture.expected(x))
 
 

@@ -21,9 +21,14 @@ class Mutation:
     trap: int = 0
     """Number among the twelve traps of a re-implementation of the reference engine. 0: none."""
     proof: str = "core"
-    """Whose tests must see it: `core` or `worker`."""
+    """Whose tests must see it: `core`, `worker` or `kernels`."""
     hint: str = ""
     """Tests to look at early, below tests/: they see it, and the simulation does not."""
+
+    @property
+    def is_native(self) -> bool:
+        """It is in code that is compiled before tests can see it."""
+        return self.file.startswith("kernels/cpu/")
 
     def apply(self, root: Path) -> None:
         """Change the file. Raises: AssertionError if the text is not there exactly once."""

@@ -18,7 +18,8 @@ def test_a_planted_bug_can_still_be_planted(mutation: Mutation) -> None:
     assert text.count(mutation.old) == 1
     mutated = text.replace(mutation.old, mutation.new)
     assert mutated != text
-    compile(mutated, mutation.file, "exec")
+    if not mutation.is_native:  # That needs minutes of a compiler: trying the bug checks it.
+        compile(mutated, mutation.file, "exec")
     assert (ROOT / "tests" / mutation.hint).exists()
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from fake_told import pooled, prompt_part, token_told
 from fake_worker import ROOT, extend, generate_alone
 from scheduler_bench import Bench, bench, limits, request
+from scheduler_svc.core.departure import preempt
 from scheduler_svc.core.reports import Pooling, Reports
 from scheduler_svc.core.request import FinishReason, Request
 from scheduler_svc.core.scheduler import Scheduler
@@ -171,6 +172,25 @@ def test_a_prompt_that_is_known_is_not_told_of_again() -> None:
     assert (row.num_computed_tokens, row.prompt_logprobs) == (0, None)
     table.run()
     assert each.output_token_ids().tolist() == generate_alone([0, 1] * 4, 6, NO_STOP)
+
+
+@pytest.mark.parametrize("pooling", [None, Pooling.LAST])
+def test_what_a_row_is_told_reaches_a_request_that_has_lost_it(pooling: Pooling | None) -> None:
+    """Its step was in flight, and its answer is all that there is of the token and the prompt."""
+    told = Reports(logprobs=2, prompt_logprobs=1) if pooling is None else Reports(pooling=pooling)
+    job = Job([0, 1, 1, 0, 1], 1, 3, 0, None, told)
+    table, each = bench(24, depth=2), job.request("x")
+    table.send(each)
+    table.plan()
+    preempt(table.scheduler._state, each, table.now_ns)
+    outcome = table.answer()
+    if pooling is None:
+        assert outcome.told == {each: job.token_told(each.output_token_ids().tolist(), 0)}
+        assert each.prompt_table is not None
+        assert each.prompt_table.is_complete
+    check_prompt(job, each)
+    check_vector(job, each)
+    assert (each.vector is not None) == (pooling is not None)
 
 
 def test_a_vector_takes_one_step_and_no_token() -> None:
