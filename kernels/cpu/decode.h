@@ -64,7 +64,7 @@ public:
                 if (next < last) ++next;
             }
             prefetch(at);
-            at += 64;
+            at = later(at) + 64;
         }
     }
 
@@ -79,6 +79,16 @@ private:
     static void look_up_pages(const Run& run) {
         for (const char* page = run.at; page < run.end; page += PAGE) prefetch(page);
         prefetch(run.end - 1);
+    }
+
+    // Returns the same, some cycles later. Requests that come faster than memory answers are dropped
+    // as well, and what was dropped is waited for: a line in 7 cycles, some 33 GB/s, gave a fifth
+    // more than one in 5 (Zen 4, a core alone).
+    static inline __attribute__((always_inline)) const char* later(const char* line) {
+#ifdef __x86_64__
+        asm volatile("imul $1, %0, %0\n\timul $1, %0, %0" : "+r"(line));
+#endif
+        return line;
     }
 
     static constexpr int64_t PAGE = 4096;  // bytes
