@@ -37,7 +37,7 @@ struct Tile {
 
 // Asks for the next tile while this one is worked on: a line for each line that is read, run by run
 // as they lie in memory. The processor's own prefetcher sees a stream then, which blocks in random
-// order are not, and what is asked for too much at once makes it wait.
+// order are not. What is asked for too early or too fast is dropped: pages first, and slowly.
 class Ahead {
 public:
     struct Run {

@@ -53,9 +53,9 @@ def choose_kv_form(
 ) -> KvForm:
     """Return the form of a cache of `dtype`; `kept`, if that is how a cache is stored already.
 
-    e4m3 takes the scales of the checkpoint, or measures them; unless all ranks want to, they are 1
-    then. e5m2 takes none: it reaches as far
-    as float16, and a scale would not make it more precise.
+    e4m3 takes the scales of the checkpoint. Without any they are measured, or 1 if a rank does not
+    want to. e5m2 takes none: it reaches as far as float16, and a scale would not make it more
+    precise.
 
     All ranks of a group call this at once, each time they have met. Where one of them has no
     scales yet, all measure together: the model runs on all of them or on none.
