@@ -1,6 +1,6 @@
 """Whatever is wrong with a call, it ends with its status, a sentence and details; others go on."""
 
-import time
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import grpc
@@ -142,11 +142,9 @@ async def test_bad_input_is_refused_by_name_while_others_are_served(served: Loop
 
 
 async def test_a_text_of_ten_megabytes_is_refused_without_tokenizing(served: Loopback) -> None:
-    began = time.monotonic()
     error = await refusal_of(served.inference.Generate(GenerateRequest(text="x" * 10_000_000)))
-    assert "must have fewer than 64" in (error.details() or "")
-    # Tokenizing it takes seconds.
-    assert time.monotonic() - began < 1
+    # Whoever had counted its tokens would not say "at least".
+    assert re.search(r"has at least \d+ tokens, must have fewer than 64", error.details() or "")
 
 
 @pytest.mark.parametrize(
