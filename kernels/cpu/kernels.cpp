@@ -162,6 +162,8 @@ bool attend_over(const Attention& a) {
 
 // Below this many elements per thread, one thread is faster.
 constexpr int64_t ELEMENTS_PER_THREAD = 16 << 10;
+// What a cosine and a sine cost, in elements of the above.
+constexpr int64_t OPERATIONS_PER_ANGLE = 32;
 
 template <class Run>
 void over_tokens(int64_t num_tokens, int64_t elements, int64_t num_threads, const Run& run) {
@@ -218,6 +220,11 @@ extern "C" int pagemill_attention(const Attention* a) {
 
 extern "C" int pagemill_rotary(const Rotary* a) {
     return with_type(a->dtype, [&](auto type) { rotary_over<decltype(type)>(*a); });
+}
+
+extern "C" void pagemill_turns(const Turns* a) {
+    over_tokens(a->T, a->half * OPERATIONS_PER_ANGLE, a->num_threads,
+                [&](int64_t token) { turn_token(*a, token); });
 }
 
 extern "C" int pagemill_rms_norm(const RmsNorm* a) {

@@ -102,6 +102,26 @@ static void rotate_token(const Rotary& a, int64_t token) {
 }
 
 // Mirrored in kernels/cpu_layers.py.
+struct Turns {
+    const int64_t* positions;  // [T]
+    const float* frequencies;  // [D / 2]
+    float* cos;                // [T, D / 2]
+    float* sin;                // [T, D / 2]
+    int64_t T, half;
+    int64_t num_threads;
+};
+
+// Finds the angles by which a token is turned.
+static inline void turn_token(const Turns& a, int64_t token) {
+    float position = a.positions[token];
+    for (int64_t i = 0; i < a.half; ++i) {
+        float angle = position * a.frequencies[i];
+        a.cos[token * a.half + i] = std::cos(angle);
+        a.sin[token * a.half + i] = std::sin(angle);
+    }
+}
+
+// Mirrored in kernels/cpu_layers.py.
 struct RmsNorm {
     const void* x;       // [T, E], each token contiguous
     const void* weight;  // [E]

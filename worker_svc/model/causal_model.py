@@ -19,6 +19,7 @@ from worker_svc.model.operations import (
     LayerParts,
     LayerStack,
     StackShape,
+    States,
     StepAttention,
     StepColumns,
 )
@@ -85,11 +86,12 @@ class CausalModel(ABC):
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
         read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> States:
         """Return the normalised hidden state of each token, and write its keys and values.
 
         What is returned for tokens that are not among those `read` may be undefined: behind the
-        last layer's attention nobody needs them.
+        last layer's attention nobody needs them. Of those read the logits come along, if they are
+        cheaper so.
 
         Shapes:
             token_ids, positions  [T]           int64
@@ -99,7 +101,6 @@ class CausalModel(ABC):
             seq_lens, query_start_loc: as in `StepColumns`
             embedded              what some tokens have in place of the table's rows
             read                  [P]           int64, ascending; None: all tokens
-            returns               [T, E]        dtype of the weights
 
         Invariant: in each layer all tokens store before any attends, so a request may read a
             block that another one fills in this very step.
@@ -162,7 +163,7 @@ class CausalModel(ABC):
             config.rms_norm_eps,
             tuple(group_of[layer] for layer in range(len(layers))),
         )
-        return self._operations.stack(layers, self._last_norm, shape)
+        return self._operations.stack(layers, self._last_norm, self._lm_head, shape)
 
     def _norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor

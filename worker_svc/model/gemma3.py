@@ -15,7 +15,7 @@ from torch.nn import functional
 from kernels.activation import Activation
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp
+from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp, States
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,7 +62,7 @@ class Gemma3(CausalModel):
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
         read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> States:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
@@ -83,7 +83,7 @@ class Gemma3(CausalModel):
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
             out = layer.mlp(normed)  # [T, E]
             added = operations.rms_norm(out, layer.after_mlp_norm, eps)
-        return self._norm(hidden, added, self._last_norm)
+        return States(self._norm(hidden, added, self._last_norm))
 
 
 def _load_layer(loader: Loader, name: str, _number: int) -> Gemma3Layer:

@@ -64,10 +64,14 @@ class NativeOperations:
         return native_experts(router, experts, config)
 
     def stack(
-        self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
+        self,
+        layers: Sequence[LayerParts],
+        last_norm: torch.Tensor,
+        lm_head: Linear,
+        shape: StackShape,
     ) -> LayerStack | None:
         """As `Operations.stack`."""
-        return native_stack(layers, last_norm, shape)
+        return native_stack(layers, last_norm, lm_head, shape)
 
     def rms_norm(
         self,
@@ -99,8 +103,7 @@ class NativeOperations:
         self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
     ) -> StepAttention:
         """Find each token's angles. Of the cache nothing is needed yet."""
-        angles = columns.positions[:, None].float() * inverse_frequencies  # [T, D / 2]
-        return _NativeAttention(columns, angles.cos(), angles.sin())
+        return _NativeAttention(columns, *cpu_layers.turns(columns.positions, inverse_frequencies))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

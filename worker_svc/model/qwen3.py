@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp
+from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp, States
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,7 +55,7 @@ class Qwen3(CausalModel):
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
         read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> States:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
@@ -73,7 +73,7 @@ class Qwen3(CausalModel):
             added = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
             added = layer.mlp(normed)  # [T, E]
-        return self._norm(hidden, added, self._last_norm)
+        return States(self._norm(hidden, added, self._last_norm))
 
 
 def _load_layer(loader: Loader, name: str, _number: int) -> Qwen3Layer:

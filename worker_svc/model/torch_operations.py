@@ -76,7 +76,11 @@ class TorchOperations:
         return Experts(router, experts, config)
 
     def stack(
-        self, _layers: Sequence[LayerParts], _last_norm: torch.Tensor, _shape: StackShape
+        self,
+        _layers: Sequence[LayerParts],
+        _last_norm: torch.Tensor,
+        _lm_head: Linear,
+        _shape: StackShape,
     ) -> None:
         """Each layer by itself."""
 

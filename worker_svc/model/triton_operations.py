@@ -76,7 +76,11 @@ class TritonOperations:
         return kept_linear(matrices, known, bias, device, gate)
 
     def stack(
-        self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
+        self,
+        layers: Sequence[LayerParts],
+        last_norm: torch.Tensor,
+        lm_head: Linear,
+        shape: StackShape,
     ) -> LayerStack | None:
         """None: a graph makes one launch of them, whatever they are."""
         return None

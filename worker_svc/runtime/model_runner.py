@@ -10,6 +10,7 @@ import torch
 from worker_svc.errors import InvariantError
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
+from worker_svc.model.operations import States
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.runtime import sampler
 from worker_svc.runtime.block_tables import BlockTables
@@ -140,12 +141,13 @@ class ModelRunner:
         if self._adapters is not None:
             self._adapters.begin(self.rows.adapter[running], self.rows.num_new_tokens[running])
         prepared = perf_counter_ns()
-        hidden = self._compute(inputs)
+        hidden, logits = self._compute(inputs)
         prompts = find_prompt_logprobs(
             self._model.narrow_logits, hidden, self.rows, running, self._ranks
         )
         vectors = self._pooler.pool(hidden, self.rows, running)
-        logits = self._model.logits(hidden[inputs.last_tokens])
+        if logits is None:
+            logits = self._model.logits(hidden[inputs.last_tokens])
         computed = perf_counter_ns()
         verified = verify_drafts(
             self._model.logits, self._draw, hidden, self.rows, running, _NOT_FINITE
@@ -171,8 +173,8 @@ class ModelRunner:
             if entry.adapter and not (self._adapters and self._adapters.has(entry.adapter)):
                 self.rows.failures[entry.row] = f"adapter {entry.adapter} is not loaded here"
 
-    def _compute(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the hidden states of all tokens. Shape: [T, E]."""
+    def _compute(self, inputs: StepInputs) -> States:
+        """Run all tokens through the model."""
         return self._model.forward(
             inputs.token_ids,
             inputs.positions,
