@@ -54,15 +54,16 @@ public:
         at = end = nullptr;
     }
 
+    // Up to LINES - 1 lines behind a run are asked for in vain.
     template <int LINES>
     inline __attribute__((always_inline)) void ask() {
+        if (at >= end) {
+            at = next->at;
+            end = next->end;
+            if (next < last) ++next;
+        }
 #pragma GCC unroll 8
         for (int i = 0; i < LINES; ++i) {
-            if (at >= end) {
-                at = next->at;
-                end = next->end;
-                if (next < last) ++next;
-            }
             prefetch(at);
             at = later(at) + 64;
         }
@@ -99,9 +100,8 @@ private:
 
 constexpr int64_t MAX_SEGMENTS = TILE;  // of a tile: parts of blocks
 
-// Finds the runs of memory in which the keys and values of a tile lie, block by block; not of a
-// request's first tile, which a window may cut. Returns how many: 2 at most for each segment, and in
-// lanes for each head of GROUPS segments.
+// Finds the runs of memory in which the keys and values of a tile lie, block by block. Returns how
+// many: 2 at most for each segment, and in lanes for each head of GROUPS segments.
 static inline int64_t find_runs(const Attention& a, const Places& places, const Tile& tile,
                                 int64_t first, int64_t itemsize, Ahead::Run* runs) {
     int64_t count = 0;
@@ -111,7 +111,8 @@ static inline int64_t find_runs(const Attention& a, const Places& places, const 
             runs[count++] = {at, at + elements * itemsize};
         }
     };
-    for (int64_t t = 0, next; t < tile.end; t = next) {
+    // In lanes the first group is read whole, whatever a window cuts off.
+    for (int64_t t = a.in_lanes ? 0 : tile.from, next; t < tile.end; t = next) {
         int64_t slot = (first + t) % a.S, tokens = std::min(a.S - slot, tile.end - t);
         next = t + tokens;
         if (!a.in_lanes || tokens == a.S) {
@@ -196,6 +197,14 @@ static __attribute__((noinline)) void weigh(const Scores& to_scores, const Tile&
 
 // --- one item: a request, or a part of one ---
 
+struct DecodeItem {
+    int64_t request, token, start, end;
+    int64_t part;  // among all parts; -1: the request is not split
+
+    // Where its first tile starts: a group does at a multiple of LANES.
+    int64_t first() const { return start / LANES * LANES; }
+};
+
 // What a part leaves behind for the merge; without parts, what is divided and written at once.
 struct Partial {
     Row* rows;   // [H]
@@ -229,12 +238,13 @@ struct DecodeScratch {
     }
 };
 
-// Attends to the tokens [start, end) of a request with the query of token `token`.
+// Attends to the tokens [start, end) of an item's request with the query of its token. While the
+// last tile is worked on, the first one of `after` is asked for, unless that is null.
 template <class Dot, class A, class T>
-static void decode(const Attention& a, int64_t request, int64_t token, int64_t start, int64_t end,
+static void decode(const Attention& a, const DecodeItem& item, const DecodeItem* after,
                    const Partial& partial, float* scratch) {
     int64_t D = a.D, group = a.H / a.G, width = Dot::width(D), num_bands = bands_of(group);
-    const A* q = (const A*)a.q + token * a.q_stride;
+    const A* q = (const A*)a.q + item.token * a.q_stride;
     DecodeScratch<Dot> s;
     s.lay_out(a, scratch);
     auto heads_of = [&](int64_t b) { return group - b * BAND < BAND ? group - b * BAND : BAND; };
@@ -248,26 +258,28 @@ static void decode(const Attention& a, int64_t request, int64_t token, int64_t s
     }
     memset(partial.acc, 0, a.H * width * sizeof(float));
     memset(s.scores, 0, TILE * BAND * sizeof(float));
-    Places places(a, request);
+    int64_t head = Places(a, item.request).head;
     Tile tile, next;
     Ahead ahead, idle;
     Ahead::Run nothing[1];
     idle.start(nothing, 0);
-    // A group starts at a multiple of LANES.
-    int64_t first = start / LANES * LANES;
-    if (start < end) next.find(places, first, start, end);
-    for (; first < end; first += TILE) {
+    // Returns the number of runs.
+    auto find_next = [&](const DecodeItem& of, int64_t first) {
+        Places places(a, of.request);
+        next.find(places, first, of.start, of.end);
+        return find_runs(a, places, next, first, sizeof(T), s.runs);
+    };
+    if (item.start < item.end) find_next(item, item.first());
+    for (int64_t first = item.first(); first < item.end; first += TILE) {
         tile = next;
-        int64_t num_runs = 0, behind = first + TILE;
-        if (behind < end) {
-            next.find(places, behind, behind, end);
-            num_runs = find_runs(a, places, next, behind, sizeof(T), s.runs);
-        }
+        int64_t num_runs = first + TILE < item.end ? find_next(item, first + TILE)
+                         : after                   ? find_next(*after, after->first())
+                                                   : 0;
         ahead.start(s.runs, num_runs);
         for (int64_t g = 0; g < a.G; ++g) {
             Scores to_scores(a, g);
-            const T* k = (const T*)a.k_cache + g * places.head;
-            const T* v = (const T*)a.v_cache + g * places.head;
+            const T* k = (const T*)a.k_cache + g * head;
+            const T* v = (const T*)a.v_cache + g * head;
             T* laid_out = (T*)s.keys;
             const T* keys[GROUPS];
             for (int64_t i = 0; i < GROUPS; ++i) {

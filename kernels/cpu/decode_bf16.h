@@ -97,29 +97,33 @@ struct DotBf16 {
                 _mm512_storeu_ps(scores + i * TILE + LANES, acc[i][1]);
             }
         } else {
-            for (int g = 0; g < 2; ++g) {
-                // Of both bytes side by side, 32 bits are two elements, and 64 a token.
-                __m512 acc[HEADS][2] = {};
+            // Of both bytes side by side, 32 bits are two elements, and 64 a token.
+            __m512 acc[HEADS][4] = {};
+            for (int64_t d = 0; d < D; d += 4) {
+                ask.template ask<2>();
+                __m512bh x[4];
 #pragma GCC unroll 2
-                for (int64_t d = 0; d < D; d += 4) {
-                    ask.template ask<1>();
+                for (int g = 0; g < 2; ++g) {
                     __m512i low, high;
                     look_up(keys[g], _mm512_loadu_si512(keys[g] + d * LANES), low, high);
-                    __m512bh x = (__m512bh)_mm512_unpacklo_epi8(low, high);
-                    __m512bh y = (__m512bh)_mm512_unpackhi_epi8(low, high);
-#pragma GCC unroll 4
-                    for (int i = 0; i < HEADS; ++i) {
-                        int64_t four;
-                        memcpy(&four, q + d * BAND + i * 4, sizeof(four));
-                        __m512bh query = (__m512bh)_mm512_set1_epi64(four);
-                        acc[i][0] = _mm512_dpbf16_ps(acc[i][0], x, query);
-                        acc[i][1] = _mm512_dpbf16_ps(acc[i][1], y, query);
-                    }
+                    x[2 * g] = (__m512bh)_mm512_unpacklo_epi8(low, high);
+                    x[2 * g + 1] = (__m512bh)_mm512_unpackhi_epi8(low, high);
                 }
 #pragma GCC unroll 4
                 for (int i = 0; i < HEADS; ++i) {
-                    __m512 sum = _mm512_shuffle_ps(acc[i][0], acc[i][1], 0x88) +
-                                 _mm512_shuffle_ps(acc[i][0], acc[i][1], 0xdd);
+                    int64_t four;
+                    memcpy(&four, q + d * BAND + i * 4, sizeof(four));
+                    __m512bh query = (__m512bh)_mm512_set1_epi64(four);
+#pragma GCC unroll 4
+                    for (int j = 0; j < 4; ++j) acc[i][j] = _mm512_dpbf16_ps(acc[i][j], x[j], query);
+                }
+            }
+#pragma GCC unroll 4
+            for (int i = 0; i < HEADS; ++i) {
+#pragma GCC unroll 2
+                for (int g = 0; g < 2; ++g) {
+                    __m512 sum = _mm512_shuffle_ps(acc[i][2 * g], acc[i][2 * g + 1], 0x88) +
+                                 _mm512_shuffle_ps(acc[i][2 * g], acc[i][2 * g + 1], 0xdd);
                     _mm512_storeu_ps(scores + i * TILE + g * LANES, sum);
                 }
             }

@@ -40,7 +40,7 @@ struct DotFp32 {
     static void scores(const float* q, const T* const* keys, int64_t D, float* scores, Ahead& ahead) {
 #ifdef WIDE
         if constexpr (IN_PAIRS<T>) {
-            for (int g = 0; g < 2; ++g) dot_pairs<HEADS>(q, keys[g], D, scores + g * LANES, ahead);
+            dot_pairs<HEADS>(q, keys, D, scores, ahead);
         } else {
             dot<HEADS, 2>(q, keys, D, scores, ahead);
         }
@@ -51,31 +51,38 @@ struct DotFp32 {
 
 #ifdef WIDE
     template <int HEADS, class T>
-    static __attribute__((noinline)) void dot_pairs(const float* q, const T* keys, int64_t D,
+    static __attribute__((noinline)) void dot_pairs(const float* q, const T* const* keys, int64_t D,
                                                     float* scores, Ahead& ahead) {
-        __m512 acc[HEADS][2] = {};  // of tokens 0 to 7 and 8 to 15, each with two sums
+        // Of each group tokens 0 to 7 and 8 to 15, each with two sums.
+        __m512 acc[HEADS][4] = {};
         Ahead ask = ahead;
-#pragma GCC unroll 2
         for (int64_t d = 0; d < D; d += 2) {
-            ask.template ask<1>();
-            __m512 x = (__m512)load(keys + d * LANES), y = (__m512)load(keys + d * LANES + W);
+            ask.template ask<2>();
+            __m512 x[4];
+#pragma GCC unroll 4
+            for (int j = 0; j < 4; ++j) {
+                x[j] = (__m512)load(keys[j / 2] + d * LANES + j % 2 * W);
+            }
 #pragma GCC unroll 4
             for (int i = 0; i < HEADS; ++i) {
                 double pair;
                 memcpy(&pair, q + d * BAND + i * 2, sizeof(pair));
                 __m512 query = (__m512)_mm512_set1_pd(pair);
-                acc[i][0] = _mm512_fmadd_ps(x, query, acc[i][0]);
-                acc[i][1] = _mm512_fmadd_ps(y, query, acc[i][1]);
+#pragma GCC unroll 4
+                for (int j = 0; j < 4; ++j) acc[i][j] = _mm512_fmadd_ps(x[j], query, acc[i][j]);
             }
         }
         ahead = ask;
         const __m512i order = _mm512_set_epi64(7, 5, 3, 1, 6, 4, 2, 0);
 #pragma GCC unroll 4
         for (int i = 0; i < HEADS; ++i) {
-            __m512 sum = _mm512_shuffle_ps(acc[i][0], acc[i][1], 0x88) +
-                         _mm512_shuffle_ps(acc[i][0], acc[i][1], 0xdd);
-            sum = (__m512)_mm512_permutexvar_pd(order, (__m512d)sum);
-            _mm512_storeu_ps(scores + i * TILE, sum);
+#pragma GCC unroll 2
+            for (int g = 0; g < 2; ++g) {
+                __m512 sum = _mm512_shuffle_ps(acc[i][2 * g], acc[i][2 * g + 1], 0x88) +
+                             _mm512_shuffle_ps(acc[i][2 * g], acc[i][2 * g + 1], 0xdd);
+                sum = (__m512)_mm512_permutexvar_pd(order, (__m512d)sum);
+                _mm512_storeu_ps(scores + i * TILE + g * LANES, sum);
+            }
         }
     }
 #endif

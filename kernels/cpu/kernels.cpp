@@ -21,11 +21,6 @@
 
 namespace {
 
-struct DecodeItem {
-    int64_t request, token, start, end;
-    int64_t part;  // among all parts; -1: the request is not split
-};
-
 struct Split {
     int64_t token, first_part, num_parts;
 };
@@ -121,10 +116,11 @@ void attend(const Attention& a) {
     Work work = plan(a);
     int64_t width = Dot::width(a.D), num_items = work.prefills.size() + work.decodes.size();
     int64_t num_threads = useful_threads(a, work, sizeof(T));
-    int64_t scratch_size = round_up(DecodeScratch<Dot>().lay_out(a, nullptr) + a.H * width + 2 * a.H, 16);
+    int64_t own_size = a.H * width + round_up(2 * a.H, 16);  // in whole lines
+    int64_t scratch_size = DecodeScratch<Dot>().lay_out(a, nullptr) + own_size;
     if (!work.prefills.empty()) {
         PrefillScratch<P> layout;
-        scratch_size = std::max(scratch_size, layout.lay_out(a, nullptr));
+        scratch_size = std::max(scratch_size, round_up(layout.lay_out(a, nullptr), 16));
     }
     Floats scratch = allocate(scratch_size * num_threads);
     Floats parts = allocate(work.num_parts * a.H * width);
@@ -132,13 +128,17 @@ void attend(const Attention& a) {
     over_units_with_thread(num_items, num_threads, [&](int64_t i, int64_t thread) {
         float* mine = scratch.get() + thread * scratch_size;
         if (i < (int64_t)work.prefills.size()) return prefill<P, A, T>(a, work.prefills[i], mine);
-        const DecodeItem& item = work.decodes[i - work.prefills.size()];
-        float* own = mine + scratch_size - a.H * width - 2 * a.H;
+        i -= work.prefills.size();
+        const DecodeItem& item = work.decodes[i];
+        // What this thread most likely takes next.
+        bool more = i + num_threads < (int64_t)work.decodes.size();
+        const DecodeItem* after = more ? &work.decodes[i + num_threads] : nullptr;
+        float* own = mine + scratch_size - own_size;
         Partial partial{(Row*)(own + a.H * width), own};
         if (item.part >= 0) {
             partial = {&part_rows[item.part * a.H], parts.get() + item.part * a.H * width};
         }
-        decode<Dot, A, T>(a, item.request, item.token, item.start, item.end, partial, mine);
+        decode<Dot, A, T>(a, item, after, partial, mine);
         if (item.part < 0) merge<Dot, A>(a, item.token, partial, 1);
     });
     for (const Split& split : work.splits) {

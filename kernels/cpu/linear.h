@@ -256,12 +256,13 @@ struct Prepared {
         });
     }
 
-    // Rows a large power of two apart would crowd into a few lines of the first cache.
+    // Rows a large power of two apart would crowd into a few lines of the first cache: of STRIP rows
+    // 2 KiB apart every second one has the same.
     static int64_t pitch_of(int64_t I) { return round_up(I, 2 * W) + 2 * W; }
 
     static bool fits(const Linear& a, const Inputs& in) {
         if (!std::is_same<A, typename P::Input>::value || a.I % P::DEPTH) return false;
-        return in.T <= 4 || in.x_stride * sizeof(A) % 1024;
+        return in.T <= 4 || in.x_stride * sizeof(A) % 2048;
     }
 
     static void convert(const A* from, int64_t I, A* to) {
