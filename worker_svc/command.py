@@ -8,6 +8,7 @@ from worker_svc.config import WorkerSettings, read_settings, settled_join
 from worker_svc.errors import ConfigError
 from worker_svc.service.bench_forward import bench_forward
 from worker_svc.service.exit_status import ExitStatus
+from worker_svc.service.grpc_waits import sleep_until_woken
 from worker_svc.service.local_adapters import AdapterSettings
 from worker_svc.service.local_model import LocalModel, LocalSettings, set_threads
 from worker_svc.service.logs import Logger, make_logger
@@ -39,6 +40,7 @@ def _work(settings: WorkerSettings, clock: StartClock) -> ExitStatus:
     # fault in it, and then goes first.
     address = settled_join(settings, sys.stdin)
     clock.ended("address")
+    sleep_until_woken()
     shutdown = Shutdown()
     log = _logger(settings)
     with stopped_by_signals(shutdown):
