@@ -47,12 +47,11 @@ class DecoderLayer:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class DecoderGroup:
-    """Where a step's tokens stand in the layers of a KV group, and what they read there."""
+    """How a step's tokens turn in the layers of a KV group, and what they read there."""
 
-    cos: torch.Tensor
-    """[T, D / 2] fp32"""
+    frequencies: torch.Tensor
+    """[D / 2] fp32: what positions are multiplied by. Groups that turn alike share one."""
 
-    sin: torch.Tensor
     slot_mapping: torch.Tensor
     """[T] int64; -1 writes nothing."""
 
@@ -68,6 +67,9 @@ class DecoderStep:
 
     groups: Sequence[DecoderGroup]
     """As many as layers have numbers of."""
+
+    positions: torch.Tensor
+    """[T] int64"""
 
     seq_lens: torch.Tensor
     """[R] int32"""
@@ -96,27 +98,28 @@ class _Layer(ctypes.Structure):
 
 class _Group(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("cos", "sin", "slot_mapping", "block_tables")),
+        *((name, ctypes.c_void_p) for name in (
+            "frequencies", "cos", "sin", "slot_mapping", "block_tables",
+        )),
         ("table_stride", ctypes.c_int64),
         ("window", ctypes.c_int64),
-    )
+    )  # fmt: skip
 
 
 class _Decoder(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "layers", "groups", "caches", "scales", "last_norm", "hidden", "out", "read",
-            "normed", "added", "qkv", "mixed", "inner",
+            "layers", "groups", "positions", "caches", "scales", "last_norm", "hidden", "out",
+            "read", "normed", "added", "qkv", "mixed", "inner", "scores", "logits",
         )),
-        ("num_read", ctypes.c_int64),
-        ("num_layers", ctypes.c_int64),
-        ("E", ctypes.c_int64),
-        ("inner_stride", ctypes.c_int64),
-        ("itemsize", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in (
+            "num_read", "num_layers", "num_groups", "E", "inner_stride", "itemsize",
+        )),
         ("eps", ctypes.c_double),
         ("rotary", RotaryArguments),
         ("attention", AttentionArguments),
         ("adapted", ctypes.c_void_p),
+        ("head", AnyLinear),
     )  # fmt: skip
 
 
@@ -124,7 +127,14 @@ _LINE_BYTES: Final = 64
 
 
 class Decoder:
-    """Runs tokens through layers of one shape: norms, attention, gated MLPs, residual sums."""
+    """Runs tokens through layers of one shape: norms, attention, gated MLPs, residual sums.
+
+    With a head, it finds logits, too.
+
+    Results have the memory of those before where these were alike: a tensor that torch makes lets
+    go of the interpreter's lock, and a thread that has the next plan to decode, or a result to
+    send, then has it for 0.3 ms in front of a step, instead of beside it (Zen 4, 1 row).
+    """
 
     def __init__(
         self,
@@ -137,14 +147,17 @@ class Decoder:
         head_dim: int,
         code: ctypes.CDLL,
         adapted: AdaptedTokens | None = None,
+        head: NativeLinear | None = None,
     ) -> None:
         """Take `adapted` if there are layers that adapters change: those of its tokens.
+
+        Shapes: last_norm [E]; head [E] to [V].
 
         Raises: ValueError if a norm or a linear layer is not as native code wants it.
         """
         self._head_norms_shape = (num_heads + num_kv_heads, head_dim)
         # Whose memory the structures point to.
-        self._parts = (tuple(layers), last_norm, adapted)
+        self._parts = (tuple(layers), last_norm, adapted, head)
         self._code = code
         self._dtype = last_norm.dtype
         self._hidden_size = len(last_norm)
@@ -160,6 +173,7 @@ class Decoder:
             _apart(max(layer.gate_up.O for layer in self._layers), self._dtype),
         )
         self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._out = self._logits = torch.empty(0)
         self._caches: KVCaches = ()
         self._cache_pointers = (ctypes.c_void_p * 0)()
         self._scale_pointers = (ctypes.c_void_p * 0)()
@@ -168,11 +182,13 @@ class Decoder:
             groups=ctypes.addressof(self._groups),
             last_norm=self._norm(last_norm),
             num_layers=len(layers),
+            num_groups=len(self._groups),
             E=self._hidden_size,
             inner_stride=self._widths[-1],
             itemsize=self._dtype.itemsize,
             eps=eps,
             adapted=None if adapted is None else adapted.address,
+            head=AnyLinear.of(head),
         )
         rotary, attention = self._arguments.rotary, self._arguments.attention
         for shape in (rotary, attention):
@@ -183,8 +199,9 @@ class Decoder:
     def run(self, hidden: torch.Tensor, step: DecoderStep, caches: KVCaches) -> torch.Tensor:
         """Return the normalised hidden state of each token, and write its keys and values.
 
-        Of tokens that are not read the hidden state is undefined. In each layer all tokens store
-        before any attends. Values of columns are not read.
+        What is returned holds until the next call, which may overwrite it. Of tokens that are not
+        read the hidden state is undefined. In each layer all tokens store before any attends.
+        Values of columns are not read.
 
         Shapes: hidden [T, E], overwritten; caches: per layer, in rows or in lanes
             (`cache_layout`), of its dtype or fp8, all alike; returns [T, E].
@@ -192,21 +209,46 @@ class Decoder:
         Raises: ValueError if a shape or dtype is not so, or adapters were told of another number
             of tokens; MemoryError.
         """
+        return self._run(hidden, step, caches, 0)[0]
+
+    def run_to_logits(
+        self, hidden: torch.Tensor, step: DecoderStep, caches: KVCaches
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return what `run` does, and the logits of the tokens read, in fp32: [P, V].
+
+        Raises: ValueError as `run`, or if it has no head, or the step names no tokens.
+        """
+        if not self._arguments.head.O or step.read is None:
+            raise ValueError("logits are of a head and of tokens that are read, some is missing")
+        return self._run(hidden, step, caches, len(step.read))
+
+    def _run(
+        self, hidden: torch.Tensor, step: DecoderStep, caches: KVCaches, num_logits: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         T = len(hidden)
         self._check(hidden, step)
-        out = torch.empty_like(hidden)
+        if (T, num_logits) != (len(self._out), len(self._logits)):
+            self._take_results(T, num_logits)
         if T == 0:
-            return out
-        arguments = self._arguments
-        arguments.hidden, arguments.out = hidden.data_ptr(), out.data_ptr()
-        self._lay_out_scratch(T)
+            return self._out, self._logits
+        self._arguments.hidden = hidden.data_ptr()
         if caches is not self._caches:
             self._take_caches(caches)
         self._place(step, T)
-        check_status(self._code.pagemill_decoder(ctypes.byref(arguments)), T)
-        return out
+        self._lay_out_scratch(T, num_logits)
+        check_status(self._code.pagemill_decoder(ctypes.byref(self._arguments)), T)
+        return self._out, self._logits
+
+    def _take_results(self, T: int, num_logits: int) -> None:
+        """Make new tensors for what is returned: those before may be somebody's still."""
+        arguments = self._arguments
+        self._out = torch.empty((T, self._hidden_size), dtype=self._dtype)
+        self._logits = torch.empty((num_logits, arguments.head.O), dtype=torch.float32)
+        arguments.out = self._out.data_ptr()
+        arguments.logits = self._logits.data_ptr() if num_logits else None
 
     def _place(self, step: DecoderStep, T: int) -> None:
+        self._arguments.positions = step.positions.data_ptr()
         rotary, attention = self._arguments.rotary, self._arguments.attention
         rotary.T, rotary.num_threads = T, cpu_threads.num_threads()
         attention.num_threads = rotary.num_threads
@@ -218,7 +260,7 @@ class Decoder:
         arguments.read = None if read is None else read.data_ptr()
         arguments.num_read = 0 if read is None else len(read)
         for place, group in zip(self._groups, step.groups, strict=True):
-            place.cos, place.sin = group.cos.data_ptr(), group.sin.data_ptr()
+            place.frequencies = group.frequencies.data_ptr()
             place.slot_mapping = group.slot_mapping.data_ptr()
             place.block_tables = group.block_tables.data_ptr()
             place.table_stride = group.block_tables.stride(0)
@@ -251,15 +293,31 @@ class Decoder:
         check_contiguous(norm=weight)
         return weight.data_ptr()
 
-    def _lay_out_scratch(self, T: int) -> None:
+    def _lay_out_scratch(self, T: int, num_logits: int) -> None:
         """Give each tensor between operations its place, in memory that is kept for the next."""
-        sizes = [-(-T * width * self._dtype.itemsize // _LINE_BYTES) for width in self._widths]
-        if sum(sizes) * _LINE_BYTES > self._scratch.nbytes:
-            self._scratch = huge_tensor((2 * sum(sizes) * _LINE_BYTES,), torch.uint8)
+        itemsize, turns = self._dtype.itemsize, T * self._head_dim // 2 * 4
+        arguments, groups = self._arguments, self._groups
+        sizes = [T * width * itemsize for width in self._widths]
+        sizes.append(num_logits * arguments.head.O * itemsize)
+        sizes.extend([turns] * (2 * len(groups)))
+        sizes = [-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes]
+        if sum(sizes) > self._scratch.nbytes:
+            self._scratch = huge_tensor((2 * sum(sizes),), torch.uint8)
         at = self._scratch.data_ptr()
-        for name, size in zip(("normed", "added", "qkv", "mixed", "inner"), sizes, strict=True):
-            setattr(self._arguments, name, at)
-            at += size * _LINE_BYTES
+        places = []
+        for size in sizes:
+            places.append(at)
+            at += size
+        (
+            arguments.normed, arguments.added, arguments.qkv, arguments.mixed, arguments.inner,
+            arguments.scores, *angles,
+        ) = places  # fmt: skip
+        if self._dtype == torch.float32:
+            arguments.scores = arguments.logits
+        first_of: dict[int, int] = {}
+        for number, group in enumerate(groups):
+            alike = first_of.setdefault(group.frequencies, number)
+            group.cos, group.sin = angles[2 * alike], angles[2 * alike + 1]
 
     def _take_caches(self, caches: KVCaches) -> None:
         rotary, attention = self._arguments.rotary, self._arguments.attention
@@ -305,11 +363,10 @@ class Decoder:
         _check_column("query_start_loc", step.query_start_loc, (R + 1,), torch.int32)
         if step.read is not None:
             _check_column("read", step.read, (len(step.read),), torch.int64)
-        half = self._head_dim // 2
+        _check_column("positions", step.positions, (T,), torch.int64)
         for group in step.groups:
-            tables = group.block_tables
-            _check_column("cos", group.cos, (T, half), torch.float32)
-            _check_column("sin", group.sin, (T, half), torch.float32)
+            tables, half = group.block_tables, self._head_dim // 2
+            _check_column("frequencies", group.frequencies, (half,), torch.float32)
             _check_column("slot_mapping", group.slot_mapping, (T,), torch.int64)
             _check_column("block_tables", tables, (R, tables.shape[-1]), torch.int32)
 

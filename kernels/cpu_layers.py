@@ -32,6 +32,7 @@ RotaryArguments = _structure(
     "q k v cos sin k_cache v_cache slot_mapping k_scale v_scale",
     "q_stride k_stride v_stride scale_stride T H G D S in_lanes dtype kv_dtype num_threads",
 )
+_Turns = _structure("Turns", "positions frequencies cos sin", "T half num_threads")
 _RmsNorm = _structure("RmsNorm", "x weight residual out", "x_stride T E dtype num_threads", "eps")
 _NormHeads = _structure("NormHeads", "x weight", "x_stride T H D dtype num_threads", "eps")
 _SiluAndMul = _structure("SiluAndMul", "gate_up out", "stride T I dtype num_threads")
@@ -120,6 +121,37 @@ def _rotary_in_torch(
             (store.k_cache, store.v_cache), cache_layout.to_lanes(k_cache, v_cache), strict=True
         ):
             cache.copy_(whole)
+
+
+def turns(
+    positions: torch.Tensor, frequencies: torch.Tensor, *, code: ctypes.CDLL | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the cosines and sines of positions times frequencies, for `rotary`.
+
+    Shapes: positions [T] int64; frequencies [D / 2] fp32; returns [T, D / 2] fp32 each.
+
+    Raises: ValueError if a shape, layout or dtype is not as above.
+    """
+    if positions.dim() != 1 or positions.dtype != torch.int64:
+        raise ValueError(f"positions is {list(positions.shape)} {positions.dtype}, must be [T]")
+    if frequencies.dim() != 1 or frequencies.dtype != torch.float32:
+        raise ValueError(
+            f"frequencies is {list(frequencies.shape)} {frequencies.dtype}, must be [D / 2] float32"
+        )
+    check_contiguous(positions=positions, frequencies=frequencies)
+    check_device(positions, frequencies=frequencies)
+    code = code or native_code()
+    if code is None:
+        angles = positions[:, None].float() * frequencies
+        return angles.cos(), angles.sin()
+    T, half = len(positions), len(frequencies)
+    cos, sin = torch.empty((2, T, half))
+    arguments = _Turns(
+        positions=positions.data_ptr(), frequencies=frequencies.data_ptr(), cos=cos.data_ptr(),
+        sin=sin.data_ptr(), T=T, half=half, num_threads=cpu_threads.num_threads(),
+    )  # fmt: skip
+    code.pagemill_turns(ctypes.byref(arguments))
+    return cos, sin
 
 
 def rms_norm(

@@ -37,6 +37,6 @@ def all_logits(model: CausalModel, tokens: Sequence[int], chunk: int | None = No
             block_tables=tables,
             seq_lens=torch.tensor([end], dtype=torch.int32),
             query_start_loc=torch.tensor([0, end - start], dtype=torch.int32),
-        )
+        ).hidden
         out.append(model.logits(hidden))
     return torch.cat(out)

@@ -27,8 +27,9 @@ struct DecoderLayer {
 
 // What the layers of a KV group read. Mirrored in kernels/cpu_decoder.py.
 struct DecoderGroup {
-    const float* cos;             // [T, D / 2]
-    const float* sin;             // [T, D / 2]
+    const float* frequencies;     // [D / 2]: what positions are multiplied by to turn
+    float* cos;                   // [T, D / 2], overwritten
+    float* sin;                   // [T, D / 2], overwritten
     const int64_t* slot_mapping;  // [T]
     const int32_t* block_tables;  // [R, B], rows contiguous
     int64_t table_stride;
@@ -38,7 +39,8 @@ struct DecoderGroup {
 // Mirrored in kernels/cpu_decoder.py.
 struct Decoder {
     const DecoderLayer* layers;  // [num_layers]
-    const DecoderGroup* groups;
+    const DecoderGroup* groups;  // [num_groups]
+    const int64_t* positions;    // [T]
     void* const* caches;         // [2 * num_layers]: keys and values, layer by layer
     const float* const* scales;  // likewise of an fp8 cache, or null
     const void* last_norm;       // [E]
@@ -50,13 +52,36 @@ struct Decoder {
     void* qkv;                   // [T, (H + 2 * G) * D]
     void* mixed;                 // [T, H * D]
     void* inner;                 // [T, I], rows `inner_stride` apart
-    int64_t num_read, num_layers, E, inner_stride;
+    void* scores;                // [num_read, V]: logits before they are widened
+    float* logits;               // [num_read, V] of the tokens read, or null: not asked for
+    int64_t num_read, num_layers, num_groups, E, inner_stride;
     int64_t itemsize;  // of activations
     double eps;
     Rotary rotary;        // but for the addresses of q, k, v and the caches, and what a group has
     Attention attention;  // likewise
     AdaptedTokens* adapted;  // of layers that adapters change; null: there are none
+    AnyLinear head;          // [E] to [V], or no function
 };
+
+// Finds the angles of each group, of groups that turn alike only once.
+static void turn(const Decoder& a) {
+    for (int64_t g = 0; g < a.num_groups; ++g) {
+        const DecoderGroup& group = a.groups[g];
+        if (g && group.cos == a.groups[g - 1].cos) continue;
+        Turns turns{a.positions, group.frequencies, group.cos, group.sin, a.rotary.T,
+                    a.rotary.D / 2, a.rotary.num_threads};
+        pagemill_turns(&turns);
+    }
+}
+
+// Finds the logits of `T` tokens whose hidden states stand in front.
+static int find_logits(const Decoder& a, int64_t T) {
+    int64_t threads = a.rotary.num_threads;
+    if (int status = a.head(a.out, a.E, T, a.scores, threads)) return status;
+    if (a.scores == a.logits) return 0;
+    Widen widen{a.scores, a.logits, T * a.head.O, a.rotary.dtype, threads};
+    return pagemill_widen(&widen);
+}
 
 // Normalises what was computed before it is added, where a family does.
 static void norm_before_sum(const Decoder& a, const void* weight, int64_t T) {
@@ -102,6 +127,7 @@ static int decode_layers(const Decoder& a) {
     Attention attention = a.attention;
     int64_t T = rotary.T, heads = rotary.H * rotary.D, keys = rotary.G * rotary.D;
     int64_t threads = rotary.num_threads;
+    turn(a);
     OnlyRead only_read(a.adapted);
     RmsNorm norm{a.hidden, nullptr, nullptr, a.normed, a.E, T, a.E, rotary.dtype, threads, a.eps};
     char* qkv = (char*)a.qkv;
@@ -154,6 +180,7 @@ static int decode_layers(const Decoder& a) {
     norm.weight = a.last_norm;
     norm.out = a.out;
     int status = pagemill_rms_norm(&norm);
+    if (a.logits && !status) status = find_logits(a, T);
     if (a.read) scatter_read(a, a.out, a.E * a.itemsize);
     return status;
 }

@@ -8,6 +8,7 @@
 
 #include "decode.h"
 #include "draw.h"
+#include "inputs.h"
 #include "layers.h"
 #include "linear.h"
 #include "pack.h"
@@ -162,6 +163,8 @@ bool attend_over(const Attention& a) {
 
 // Below this many elements per thread, one thread is faster.
 constexpr int64_t ELEMENTS_PER_THREAD = 16 << 10;
+// What a cosine and a sine cost, in elements of the above.
+constexpr int64_t OPERATIONS_PER_ANGLE = 32;
 
 template <class Run>
 void over_tokens(int64_t num_tokens, int64_t elements, int64_t num_threads, const Run& run) {
@@ -216,8 +219,15 @@ extern "C" int pagemill_attention(const Attention* a) {
     }
 }
 
+extern "C" int pagemill_embed(const Embedding* a) { return embed(*a); }
+
 extern "C" int pagemill_rotary(const Rotary* a) {
     return with_type(a->dtype, [&](auto type) { rotary_over<decltype(type)>(*a); });
+}
+
+extern "C" void pagemill_turns(const Turns* a) {
+    over_tokens(a->T, a->half * OPERATIONS_PER_ANGLE, a->num_threads,
+                [&](int64_t token) { turn_token(*a, token); });
 }
 
 extern "C" int pagemill_rms_norm(const RmsNorm* a) {
@@ -261,6 +271,10 @@ extern "C" int pagemill_tell(const Told* a) {
 
 // Returns 0, or what an operation returned that failed: 1 if memory is short.
 extern "C" int pagemill_decoder(const Decoder* a) { return decode_layers(*a); }
+
+extern "C" void pagemill_measure_inputs(StepInputs* a) { measure_inputs(*a); }
+
+extern "C" void pagemill_write_inputs(const StepInputs* a) { write_inputs(*a); }
 
 // Threads of this process's operations, where not torch's number counts; 0 until it is told.
 static std::atomic<int> threads_of_process{0};

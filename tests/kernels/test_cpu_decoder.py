@@ -18,6 +18,7 @@ from kernels.packed_linear import PackedLinear
 
 HEADS, KV_HEADS, HEAD_DIM, HIDDEN, INNER, BLOCK = 6, 2, 16, 48, 80, 4
 EPS = 1e-5
+POSITIONS = torch.tensor([0, 1, 2, 3, 4, 7, 2, 3])
 
 pytestmark = pytest.mark.skipif(native_code() is None, reason="this machine compiles no C++")
 
@@ -97,7 +98,7 @@ def one_by_one(
             cpu_layers.norm_heads(qkv[:, : HEADS + KV_HEADS], layer.head_norms, EPS)
         q, k, v = torch.split(qkv, [HEADS, KV_HEADS, KV_HEADS], dim=1)
         store = Store(v, k_cache, v_cache, group.slot_mapping, scales)
-        cpu_layers.rotary(q, k, group.cos, group.sin, store)
+        cpu_layers.rotary(q, k, *cpu_layers.turns(step.positions, group.frequencies), store)
         mixed = attend(
             q, k_cache, v_cache, group.block_tables, step.seq_lens, step.query_start_loc,
             step.scale or HEAD_DIM**-0.5, window=group.window, scales=scales,
@@ -118,19 +119,17 @@ def a_step(window: int | None, scale: float | None, block_size: int = BLOCK) -> 
     seq_lens = torch.tensor([5, 8, 4], dtype=torch.int32)
     starts = torch.tensor([0, 5, 6, 8], dtype=torch.int32)
     group = a_group(window, [[1, 2], [3, 4], [5, 0]], block_size)
-    return DecoderStep([group], seq_lens, starts, scale)
+    return DecoderStep([group], POSITIONS, seq_lens, starts, scale)
 
 
 def a_group(
     window: int | None, blocks: list[list[int]], block_size: int, slowest: float = 0.01
 ) -> DecoderGroup:
-    positions = torch.tensor([0, 1, 2, 3, 4, 7, 2, 3])
-    angles = positions[:, None].float() * torch.linspace(1, slowest, HEAD_DIM // 2)
     tables = torch.tensor(blocks, dtype=torch.int32)
     row = torch.tensor([0, 0, 0, 0, 0, 1, 2, 2])
-    slots = tables[row, positions // block_size].long() * block_size + positions % block_size
+    slots = tables[row, POSITIONS // block_size].long() * block_size + POSITIONS % block_size
     slots[4] = -1
-    return DecoderGroup(angles.cos(), angles.sin(), slots, tables, window)
+    return DecoderGroup(torch.linspace(1, slowest, HEAD_DIM // 2), slots, tables, window)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -165,7 +164,7 @@ def test_layers_differ_in_what_they_see_and_have_the_norms_of_their_family(
     norm = torch.rand(HIDDEN, generator=draw).to(dtype)
     step = a_step(None, 0.3, block_size)
     windowed = a_group(3, [[6, 7], [8, 2], [4, 0]], block_size, slowest=0.5)
-    step = DecoderStep([*step.groups, windowed], step.seq_lens, step.query_start_loc, step.scale)
+    step = dataclasses.replace(step, groups=[*step.groups, windowed])
     kv, expected_kv = (caches(3, dtype, block_size=block_size) for _ in range(2))
     hidden = torch.randn(8, HIDDEN, generator=draw).to(dtype)
     expected = one_by_one(layers, norm, hidden.clone(), step, expected_kv)
@@ -205,6 +204,27 @@ def test_tokens_that_are_read_are_as_if_all_were(parts: str, read: list[int]) ->
     assert same(kv, expected_kv)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("read", [[], [0], [4, 5, 7], list(range(8))])
+def test_logits_of_tokens_that_are_read_are_those_of_a_head_by_itself(
+    dtype: torch.dtype, read: list[int]
+) -> None:
+    draw = torch.Generator().manual_seed(7)
+    layers = [Layer(dtype, draw) for _ in range(2)]
+    norm = torch.rand(HIDDEN, generator=draw).to(dtype)
+    head = PackedLinear(torch.randn(75, HIDDEN, generator=draw).to(dtype))
+    decoder = make_decoder(layers, norm, head)
+    step = dataclasses.replace(a_step(3, None), read=torch.tensor(read, dtype=torch.int64))
+    # Twice, and once without logits between, which leaves nothing behind.
+    for _ in range(2):
+        hidden = torch.randn(8, HIDDEN, generator=draw).to(dtype)
+        expected = decoder.run(hidden.clone(), step, caches(2, dtype))
+        states, logits = decoder.run_to_logits(hidden, step, caches(2, dtype))
+        assert torch.equal(states[read], expected[read])
+        assert logits.dtype == torch.float32
+        assert torch.equal(logits, cpu_layers.widen(head(expected[read])))
+
+
 def same(first: KVCaches, second: KVCaches) -> bool:
     """Return whether caches hold the same bits."""
     return all(
@@ -214,7 +234,9 @@ def same(first: KVCaches, second: KVCaches) -> bool:
     )
 
 
-def make_decoder(layers: Sequence[Layer], norm: torch.Tensor) -> Decoder:
+def make_decoder(
+    layers: Sequence[Layer], norm: torch.Tensor, head: PackedLinear | None = None
+) -> Decoder:
     code = native_code()
     assert code is not None
     return Decoder(
@@ -225,6 +247,7 @@ def make_decoder(layers: Sequence[Layer], norm: torch.Tensor) -> Decoder:
         num_kv_heads=KV_HEADS,
         head_dim=HEAD_DIM,
         code=code,
+        head=None if head is None else native(head),
     )
 
 
@@ -235,14 +258,16 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
     decoder = make_decoder(layers, torch.ones(HIDDEN))
     with pytest.raises(ValueError, match="hidden is"):
         decoder.run(torch.zeros(8, HIDDEN + 1), step, kv)
-    with pytest.raises(ValueError, match="cos is"):
+    with pytest.raises(ValueError, match="positions is"):
         decoder.run(torch.zeros(7, HIDDEN), step, kv)
+    with pytest.raises(ValueError, match="logits are of a head and of tokens that are read"):
+        decoder.run_to_logits(torch.zeros(8, HIDDEN), step, kv)
     with pytest.raises(ValueError, match="the cache is"):
         decoder.run(torch.zeros(8, HIDDEN), step, caches(1, torch.bfloat16))
     with pytest.raises(ValueError, match="caches of 2 layers"):
         decoder.run(torch.zeros(8, HIDDEN), step, [*kv, *kv])
     with pytest.raises(ValueError, match="a norm is"):
         make_decoder(layers, torch.ones(HIDDEN + 8))
-    twice = DecoderStep([*step.groups, *step.groups], step.seq_lens, step.query_start_loc)
+    twice = dataclasses.replace(step, groups=[*step.groups, *step.groups])
     with pytest.raises(ValueError, match="2 KV groups, must be 1"):
         decoder.run(torch.zeros(8, HIDDEN), twice, kv)

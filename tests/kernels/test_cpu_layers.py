@@ -98,6 +98,26 @@ def test_every_tie_and_special_value_is_stored_as_torch_stores_it(
 
 
 @variants
+@pytest.mark.parametrize("tokens", [0, 1, 700])  # by several threads
+def test_turns_are_cosines_and_sines_of_angles_in_fp32(name: str, tokens: int) -> None:
+    torch.manual_seed(1)
+    positions = torch.randint(0, 1 << 17, (tokens,))
+    frequencies = 10000.0 ** -torch.linspace(0, 1, 40)
+    angles = (positions[:, None].float() * frequencies).double()
+    cos, sin = cpu_layers.turns(positions, frequencies, code=variant(name))
+    torch.testing.assert_close(cos, angles.cos().float(), rtol=0, atol=2**-23)
+    torch.testing.assert_close(sin, angles.sin().float(), rtol=0, atol=2**-23)
+
+
+def test_turns_of_what_is_none_are_refused() -> None:
+    frequencies = torch.ones(8)
+    with pytest.raises(ValueError, match="positions is"):
+        cpu_layers.turns(torch.zeros(3, dtype=torch.int32), frequencies)
+    with pytest.raises(ValueError, match="frequencies is"):
+        cpu_layers.turns(torch.zeros(3, dtype=torch.int64), frequencies.double())
+
+
+@variants
 @settings(max_examples=20)
 @given(
     tokens=st.integers(0, 4),

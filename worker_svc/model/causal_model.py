@@ -19,6 +19,7 @@ from worker_svc.model.operations import (
     LayerParts,
     LayerStack,
     StackShape,
+    States,
     StepAttention,
     StepColumns,
 )
@@ -29,6 +30,7 @@ class CausalModel(ABC):
     """Runs flattened tokens of many requests through a model."""
 
     __slots__ = (
+        "_embed",
         "_embedding",
         "_groups",
         "_inverse_frequencies",
@@ -45,6 +47,7 @@ class CausalModel(ABC):
         self._embedding = loader.take(
             "model.embed_tokens.weight", config.vocab_size, config.hidden_size
         )
+        self._embed = self._operations.embedding(self._embedding)
         self._last_norm = loader.norm("model.norm", config.hidden_size)
         self._lm_head = loader.lm_head(self._embedding)
         self._groups = config.kv_groups
@@ -85,11 +88,12 @@ class CausalModel(ABC):
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
         read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> States:
         """Return the normalised hidden state of each token, and write its keys and values.
 
         What is returned for tokens that are not among those `read` may be undefined: behind the
-        last layer's attention nobody needs them.
+        last layer's attention nobody needs them. Of those read the logits come along, if they are
+        cheaper so. All holds until the next call, which may overwrite it.
 
         Shapes:
             token_ids, positions  [T]           int64
@@ -99,7 +103,6 @@ class CausalModel(ABC):
             seq_lens, query_start_loc: as in `StepColumns`
             embedded              what some tokens have in place of the table's rows
             read                  [P]           int64, ascending; None: all tokens
-            returns               [T, E]        dtype of the weights
 
         Invariant: in each layer all tokens store before any attends, so a request may read a
             block that another one fills in this very step.
@@ -162,7 +165,7 @@ class CausalModel(ABC):
             config.rms_norm_eps,
             tuple(group_of[layer] for layer in range(len(layers))),
         )
-        return self._operations.stack(layers, self._last_norm, shape)
+        return self._operations.stack(layers, self._last_norm, self._lm_head, shape)
 
     def _norm(
         self, hidden: torch.Tensor, added: torch.Tensor | None, weight: torch.Tensor

@@ -10,12 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from kernels.activation import Activation
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp
+from worker_svc.model.operations import Embedded, LayerCache, Linear, Mlp, States
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -62,12 +61,12 @@ class Gemma3(CausalModel):
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
         read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> States:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
-        scaled = functional.embedding(token_ids, self._embedding) * self._embedding_scale  # [T, E]
+        scaled = self._embed(token_ids) * self._embedding_scale  # [T, E]
         hidden = place(scaled, embedded)
         if self._stack is not None:
             return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)
@@ -83,7 +82,7 @@ class Gemma3(CausalModel):
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
             out = layer.mlp(normed)  # [T, E]
             added = operations.rms_norm(out, layer.after_mlp_norm, eps)
-        return self._norm(hidden, added, self._last_norm)
+        return States(self._norm(hidden, added, self._last_norm))
 
 
 def _load_layer(loader: Loader, name: str, _number: int) -> Gemma3Layer:

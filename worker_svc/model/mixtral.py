@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
-from worker_svc.model.operations import Embedded, LayerCache, Linear
+from worker_svc.model.operations import Embedded, LayerCache, Linear, States
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,12 +52,12 @@ class Mixtral(CausalModel):
         query_start_loc: torch.Tensor,
         embedded: Embedded | None = None,
         read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> States:
         """As `CausalModel.forward`."""
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
-        hidden = place(functional.embedding(token_ids, self._embedding), embedded)  # [T, E]
+        hidden = place(self._embed(token_ids), embedded)  # [T, E]
         if self._stack is not None:
             return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)
         attentions = self._attentions(columns, kv_caches)
@@ -70,7 +69,7 @@ class Mixtral(CausalModel):
             added = layer.output(mixed.view(-1, num_heads * head_dim))  # [T, E]
             normed = operations.rms_norm(added, layer.mlp_norm, eps, hidden)
             added = layer.mlp(normed)  # [T, E]
-        return self._norm(hidden, added, self._last_norm)
+        return States(self._norm(hidden, added, self._last_norm))
 
 
 def _load_layer(loader: Loader, name: str, _number: int) -> MixtralLayer:

@@ -10,12 +10,14 @@ from kernels.activation import Activation
 from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.cpu_build import native_code
+from kernels.cpu_embedding import CpuEmbedding
 from kernels.packed_linear import PackedLinear
 from kernels.weight_memory import WeightMemory
 from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.native_experts import native_experts
 from worker_svc.model.native_stack import native_stack
 from worker_svc.model.operations import (
+    Embedding,
     LayerCache,
     LayerParts,
     LayerStack,
@@ -47,6 +49,10 @@ class NativeOperations:
         """The run dtype."""
         return None
 
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        """As `Operations.embedding`."""
+        return CpuEmbedding(table)
+
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
     ) -> Linear:
@@ -64,10 +70,14 @@ class NativeOperations:
         return native_experts(router, experts, config)
 
     def stack(
-        self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
+        self,
+        layers: Sequence[LayerParts],
+        last_norm: torch.Tensor,
+        lm_head: Linear,
+        shape: StackShape,
     ) -> LayerStack | None:
         """As `Operations.stack`."""
-        return native_stack(layers, last_norm, shape)
+        return native_stack(layers, last_norm, lm_head, shape)
 
     def rms_norm(
         self,
@@ -99,8 +109,7 @@ class NativeOperations:
         self, columns: StepColumns, inverse_frequencies: torch.Tensor, cache: LayerCache
     ) -> StepAttention:
         """Find each token's angles. Of the cache nothing is needed yet."""
-        angles = columns.positions[:, None].float() * inverse_frequencies  # [T, D / 2]
-        return _NativeAttention(columns, angles.cos(), angles.sin())
+        return _NativeAttention(columns, *cpu_layers.turns(columns.positions, inverse_frequencies))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

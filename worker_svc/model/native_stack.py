@@ -8,14 +8,23 @@ from kernels.adapted_linear import AdaptedLinear, AdaptedTokens
 from kernels.cpu_build import native_code
 from kernels.cpu_decoder import Decoder, DecoderGroup, DecoderLayer, DecoderStep
 from kernels.native_linear import native_of
-from worker_svc.model.operations import LayerCache, LayerParts, Mlp, StackShape, StepColumns
+from worker_svc.model.operations import (
+    LayerCache,
+    LayerParts,
+    Linear,
+    Mlp,
+    StackShape,
+    States,
+    StepColumns,
+)
 
 
 class NativeStack:
     """See `LayerStack`."""
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: Decoder, *, has_head: bool) -> None:
         self._decoder = decoder
+        self._has_head = has_head
 
     def run(
         self,
@@ -24,44 +33,28 @@ class NativeStack:
         inverse_frequencies: Sequence[torch.Tensor],
         caches: Sequence[LayerCache],
         read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
+    ) -> States:
         """As `LayerStack.run`."""
-        first, turns = columns[0], _Turns(columns[0].positions)
+        first = columns[0]
         groups = [
-            DecoderGroup(
-                *turns.at(frequencies),
-                of_group.slot_mapping,
-                of_group.block_tables,
-                of_group.window,
-            )
+            DecoderGroup(frequencies, of_group.slot_mapping, of_group.block_tables, of_group.window)
             for of_group, frequencies in zip(columns, inverse_frequencies, strict=True)
         ]
-        step = DecoderStep(groups, first.seq_lens, first.query_start_loc, first.scale, read)
-        return self._decoder.run(hidden, step, caches)
-
-
-class _Turns:
-    """Cosines and sines of a step's tokens, found once for all groups that turn alike."""
-
-    def __init__(self, positions: torch.Tensor) -> None:
-        self._positions = positions[:, None].float()
-        self._found: list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = []
-
-    def at(self, frequencies: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [T, D / 2] each."""
-        for known, turns in self._found:
-            if known is frequencies:
-                return turns
-        angles = self._positions * frequencies
-        turns = angles.cos(), angles.sin()
-        self._found.append((frequencies, turns))
-        return turns
+        step = DecoderStep(
+            groups, first.positions, first.seq_lens, first.query_start_loc, first.scale, read
+        )
+        if self._has_head and read is not None:
+            return States(*self._decoder.run_to_logits(hidden, step, caches))
+        return States(self._decoder.run(hidden, step, caches))
 
 
 def native_stack(
-    layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
+    layers: Sequence[LayerParts], last_norm: torch.Tensor, lm_head: Linear, shape: StackShape
 ) -> NativeStack | None:
-    """Return the layers as one call. None: some part has no native code."""
+    """Return the layers, and the head if it has native code, as one call.
+
+    None: some part of a layer has no native code.
+    """
     code = native_code()
     if code is None or shape.head_dim % 8:
         return None
@@ -71,6 +64,7 @@ def native_stack(
         if part is None:
             return None
         parts.append(part)
+    head = native_of(lm_head)
     decoder = Decoder(
         parts,
         last_norm,
@@ -80,8 +74,9 @@ def native_stack(
         head_dim=shape.head_dim,
         code=code,
         adapted=_adapted_tokens(layers),
+        head=head,
     )
-    return NativeStack(decoder)
+    return NativeStack(decoder, has_head=head is not None)
 
 
 def _adapted_tokens(layers: Sequence[LayerParts]) -> AdaptedTokens | None:

@@ -28,6 +28,10 @@ Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """A linear layer. Shapes: [T, in] to [T, out]."""
 
 
+Embedding: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Token ids to their vectors. Shapes: [T] int64 to [T, E]."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
     """A gated MLP, as a linear layer [E] to [E]."""
@@ -148,6 +152,16 @@ class StackShape:
     """The number of each layer's KV group."""
 
 
+class States(NamedTuple):
+    """What a model computes of a step's tokens."""
+
+    hidden: torch.Tensor
+    """[T, E], normalised, in the dtype of the weights."""
+
+    logits: torch.Tensor | None = None
+    """[P, V] fp32, of the tokens read, if they were found on the way."""
+
+
 class LayerStack(Protocol):
     """All layers of a model at once."""
 
@@ -158,11 +172,11 @@ class LayerStack(Protocol):
         inverse_frequencies: Sequence[torch.Tensor],
         caches: Sequence[LayerCache],
         read: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Return the normalised hidden state of each token, and write its keys and values.
+    ) -> States:
+        """Return what `CausalModel.forward` does, and write keys and values.
 
         Shapes: hidden [T, E], overwritten; columns and inverse_frequencies [D / 2]: of each KV
-            group; read as in `CausalModel.forward`; returns [T, E].
+            group; read as in `CausalModel.forward`.
         """
         ...
 
@@ -185,6 +199,10 @@ class Operations(Protocol):
     @property
     def weight_dtype(self) -> torch.dtype | None:
         """In what type `linear` wants its weight. None: in the run dtype, as its bias."""
+        ...
+
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        """Return what finds tokens' rows in a table [V, E]."""
         ...
 
     def linear(
@@ -210,9 +228,13 @@ class Operations(Protocol):
         ...
 
     def stack(
-        self, layers: Sequence[LayerParts], last_norm: torch.Tensor, shape: StackShape
+        self,
+        layers: Sequence[LayerParts],
+        last_norm: torch.Tensor,
+        lm_head: Linear,
+        shape: StackShape,
     ) -> LayerStack | None:
-        """Return the layers and the norm behind them as one, if that is faster than one by one."""
+        """Return the layers and what is behind them as one, if that is faster than one by one."""
         ...
 
     def rms_norm(

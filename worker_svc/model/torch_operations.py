@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -12,6 +13,7 @@ from kernels.checks import FP8
 from worker_svc.model.experts import Experts
 from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.operations import (
+    Embedding,
     LayerCache,
     LayerParts,
     Linear,
@@ -59,6 +61,10 @@ class TorchOperations:
         """The run dtype."""
         return None
 
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        """As `Operations.embedding`."""
+        return partial(functional.embedding, weight=table)
+
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False
     ) -> Linear:
@@ -76,7 +82,11 @@ class TorchOperations:
         return Experts(router, experts, config)
 
     def stack(
-        self, _layers: Sequence[LayerParts], _last_norm: torch.Tensor, _shape: StackShape
+        self,
+        _layers: Sequence[LayerParts],
+        _last_norm: torch.Tensor,
+        _lm_head: Linear,
+        _shape: StackShape,
     ) -> None:
         """Each layer by itself."""
 

@@ -258,7 +258,7 @@ class DeviceRunner:
             tables,
             torch.where(real, positions + 1, 0).int(),
             torch.arange(len(rows) + 1, dtype=torch.int32, device=self._device),
-        )
+        ).hidden
         places = positions + 1
         tokens = draw(self._model.logits(hidden), known.sampling[rows], places)
         known.tokens[rows, places] = tokens.clamp(min=0)
@@ -289,7 +289,7 @@ class DeviceRunner:
             tuple(table[placed[0], :width].contiguous() for table in known.tables),
             placed[3].int(),
             self._place(np.concatenate(([0], ends)).astype(np.int32)),
-        )
+        ).hidden
         return self._draw_rows(running[samples], hidden, ends[samples] - 1)
 
     def _draw_rows(self, rows: Int64Array, hidden: torch.Tensor, last: Int64Array) -> Sampled:

@@ -10,6 +10,7 @@ import torch
 from worker_svc.errors import InvariantError
 from worker_svc.model.adapters import AdapterBank
 from worker_svc.model.causal_model import CausalModel
+from worker_svc.model.operations import States
 from worker_svc.model.other_ranks import NoOtherRanks, OtherRanks
 from worker_svc.runtime import sampler
 from worker_svc.runtime.block_tables import BlockTables
@@ -20,10 +21,11 @@ from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.logit_rules import apply_rules
 from worker_svc.runtime.logprobs import find_prompt_logprobs, sampled_logprobs
 from worker_svc.runtime.memory_budget import blocks_for
+from worker_svc.runtime.native_inputs import input_builder
 from worker_svc.runtime.pooling import Pooler
 from worker_svc.runtime.rows import Rows
 from worker_svc.runtime.sampler import Sampler
-from worker_svc.runtime.step_inputs import StepInputs, build_step_inputs
+from worker_svc.runtime.step_inputs import StepInputs
 from worker_svc.runtime.step_plan import (
     Candidates,
     Int32Array,
@@ -64,6 +66,7 @@ class ModelRunner:
 
     __slots__ = (
         "_adapters",
+        "_build_inputs",
         "_last_step_id",
         "_model",
         "_pooler",
@@ -98,6 +101,7 @@ class ModelRunner:
         embedded = EmbeddedSpans(model.config.hidden_size, model.dtype, model.device)
         vocab_size = model.config.vocab_size
         self.rows = Rows(max_num_seqs, max_model_len, tables, vocab_size, embedded)
+        self._build_inputs = input_builder(self.rows, model.device)
         self._model = model
         self._adapters = adapters
         self._pooler = Pooler()
@@ -136,16 +140,17 @@ class ModelRunner:
                 _timing(started, now, now, now),
                 self.rows.failed(),
             )
-        inputs = build_step_inputs(self.rows, running, self._model.device)
+        inputs = self._build_inputs(running)
         if self._adapters is not None:
             self._adapters.begin(self.rows.adapter[running], self.rows.num_new_tokens[running])
         prepared = perf_counter_ns()
-        hidden = self._compute(inputs)
+        hidden, logits = self._compute(inputs)
         prompts = find_prompt_logprobs(
             self._model.narrow_logits, hidden, self.rows, running, self._ranks
         )
         vectors = self._pooler.pool(hidden, self.rows, running)
-        logits = self._model.logits(hidden[inputs.last_tokens])
+        if logits is None:
+            logits = self._model.logits(hidden[inputs.last_tokens])
         computed = perf_counter_ns()
         verified = verify_drafts(
             self._model.logits, self._draw, hidden, self.rows, running, _NOT_FINITE
@@ -171,8 +176,8 @@ class ModelRunner:
             if entry.adapter and not (self._adapters and self._adapters.has(entry.adapter)):
                 self.rows.failures[entry.row] = f"adapter {entry.adapter} is not loaded here"
 
-    def _compute(self, inputs: StepInputs) -> torch.Tensor:
-        """Return the hidden states of all tokens. Shape: [T, E]."""
+    def _compute(self, inputs: StepInputs) -> States:
+        """Run all tokens through the model."""
         return self._model.forward(
             inputs.token_ids,
             inputs.positions,
@@ -211,15 +216,16 @@ class ModelRunner:
         if not self._ranks.shard.leads:
             params.num_samples[rows] = 1
             return Sampled(no_int32(), no_int32(), no_int32(), None, None)
-        num_tokens, candidates = no_int32(), None
-        if (params.num_samples[rows] > 1).any():
-            tokens, num_tokens = self.sampler.sample_several(
-                scores, tokens, rows, positions, params
-            )
-            params.num_samples[rows] = 1
-        if params.num_candidates[rows].any():
-            candidates = find_candidates(logits, params.num_candidates[rows])
-        logprobs = sampled_logprobs(logits, tokens, num_tokens, params.logprobs[rows])
+        num_tokens, candidates, logprobs = no_int32(), None, None
+        if params.asking:
+            if (params.num_samples[rows] > 1).any():
+                tokens, num_tokens = self.sampler.sample_several(
+                    scores, tokens, rows, positions, params
+                )
+                params.num_samples[rows] = 1
+            if params.num_candidates[rows].any():
+                candidates = find_candidates(logits, params.num_candidates[rows])
+            logprobs = sampled_logprobs(logits, tokens, num_tokens, params.logprobs[rows])
         return Sampled(rows.astype(np.int32), tokens, num_tokens, candidates, logprobs)
 
     def _draw(
@@ -247,6 +253,8 @@ class ModelRunner:
         A copy only where a row with rules also tells of the raw logits; mostly the logits.
         """
         params, failed = self.rows.sampling, np.zeros(len(rows), dtype=np.bool_)
+        if not params.rules:
+            return logits, failed
         ruled = params.is_ruled[rows]
         if not (ruled.any() and self._ranks.shard.leads):
             return logits, failed

@@ -243,5 +243,5 @@ def run_largest_step(model: CausalModel, limits: RunnerLimits, form: KvForm | No
         block_tables=[block_table] * num_groups,
         seq_lens=torch.from_numpy(counts).to(device),
         query_start_loc=torch.from_numpy(starts).to(device),
-    )
+    ).hidden
     model.logits(hidden[:num_rows])

@@ -20,7 +20,7 @@ from worker_svc.model import adapters, native_operations, native_stack
 from worker_svc.model.adapters import AdapterBank, LowRankMatrix
 from worker_svc.model.causal_model import CausalModel
 from worker_svc.model.native_operations import NativeOperations
-from worker_svc.model.operations import Operations
+from worker_svc.model.operations import Operations, States
 from worker_svc.model.quantised_operations import QuantisedOperations
 from worker_svc.model.torch_operations import TorchOperations
 from worker_svc.model.weights import load_model
@@ -152,7 +152,7 @@ def hidden_of(model: CausalModel, read: torch.Tensor | None) -> torch.Tensor:
     sequences = PlainSequences(model, [16], model.dtype)
     forward = type(model).forward
 
-    def with_read(**given: Any) -> torch.Tensor:
+    def with_read(**given: Any) -> States:
         return forward(model, **given, read=read)
 
     with pytest.MonkeyPatch.context() as patch:
