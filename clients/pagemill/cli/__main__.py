@@ -1,6 +1,7 @@
 """The first lines of the `pagemill` command: what can go wrong before it can say anything."""
 
 import contextlib
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -8,6 +9,7 @@ from collections.abc import Iterator
 
 def main() -> None:
     """Run the command line of this process; never returns."""
+    _open_closed_streams()
     try:
         # It takes a quarter of a second, in which one may press Ctrl-C.
         with _ended_by_interrupts():
@@ -20,6 +22,20 @@ def main() -> None:
             "source tree: pip install -c constraints.txt '.[client]'"
         )
     run()
+
+
+def _open_closed_streams() -> None:
+    """Let nobody be at the other end of the streams that whoever started this process closed.
+
+    Else the next file that is opened would be taken for one of them, by the programs that this one
+    starts as well, and Python has none to write a word to.
+    """
+    modes = {"stdin": "r", "stdout": "w", "stderr": "w"}
+    for name, mode in modes.items():
+        if getattr(sys, name) is None:
+            opened = os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            os.set_inheritable(opened, True)
+            setattr(sys, name, os.fdopen(opened, mode))
 
 
 @contextlib.contextmanager
