@@ -19,6 +19,9 @@ GIVE_UP_CHECK_S: Final = 1.0
 _GREETING_LIMIT_S: Final = 2.0
 """For the first bytes of one who dials. Ranks send them at once; a stranger holds nobody up."""
 
+_ROOM_FOR_STRANGERS: Final = 64
+"""Callers that may wait beside the ranks. One without room tries again after a second or more."""
+
 _TOKEN_BYTES: Final = 16
 
 _GREETING: Final = struct.Struct(f"<{_TOKEN_BYTES}sI")
@@ -49,7 +52,7 @@ def dial_ranks(
     """
     deadline_s = time.monotonic() + MEETING_LIMIT_S
     token = secrets.token_bytes(_TOKEN_BYTES)
-    with socket.create_server((host, 0), backlog=world_size) as listener:
+    with socket.create_server((host, 0), backlog=world_size + _ROOM_FOR_STRANGERS) as listener:
         store.set(_key(rank), f"{token.hex()} {listener.getsockname()[1]} {host}")
         for other in range(rank):
             word, port, address = store.get(_key(other)).decode().split(" ", 2)

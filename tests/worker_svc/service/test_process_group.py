@@ -6,7 +6,7 @@ import time
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from thread_ranks import on_all_ranks
@@ -25,6 +25,8 @@ def test_all_ranks_get_the_sum(dtype: torch.dtype) -> None:
     assert on_all_ranks(3, run) == [[6.0] * 6] * 3
 
 
+@example(50_001, torch.float32)  # more than a part sent to all
+@example(100_000, torch.bfloat16)
 @given(st.integers(0, 100_000), st.sampled_from([torch.float32, torch.bfloat16]))
 @settings(max_examples=8, deadline=None)
 def test_sums_of_any_size_are_right_and_equal_in_all_bits(size: int, dtype: torch.dtype) -> None:
@@ -41,6 +43,16 @@ def test_sums_of_any_size_are_right_and_equal_in_all_bits(size: int, dtype: torc
     expected = ((parts[0].float() + parts[1]) + parts[2]).to(dtype)
     for found in on_all_ranks(3, run):
         assert all(torch.equal(each, expected) for each in found)
+
+
+def test_sums_of_one_type_follow_those_of_another() -> None:
+    def run(group: ProcessGroup) -> list[float]:
+        group.all_reduce(torch.ones(7, dtype=torch.bfloat16))  # 14 bytes
+        part = torch.full((3,), 0.5)
+        group.all_reduce(part)
+        return part.tolist()
+
+    assert on_all_ranks(3, run) == [[1.5] * 3] * 3
 
 
 def test_no_tokens_are_shared_as_none() -> None:
