@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO
 
 import grpc
 import tokenizers
@@ -74,11 +75,13 @@ class SchedulerProcess:
         return self.process.returncode or 0, stdout.decode(), stderr.decode()
 
 
-async def start(*arguments: str, program: str = WITHOUT_TORCH) -> asyncio.subprocess.Process:
+async def start(
+    *arguments: str, program: str = WITHOUT_TORCH, stderr: int | IO[bytes] = PIPE
+) -> asyncio.subprocess.Process:
     return await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", program, *arguments),
         stdout=PIPE,
-        stderr=PIPE,
+        stderr=stderr,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     )
 

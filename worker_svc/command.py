@@ -4,15 +4,17 @@ import os
 import sys
 from collections.abc import Sequence
 
-from worker_svc.config import WorkerSettings, read_settings, settled_join
+from worker_svc.config import JOIN_AS_TOLD, WorkerSettings, read_settings
 from worker_svc.errors import ConfigError
 from worker_svc.service.bench_forward import bench_forward
 from worker_svc.service.exit_status import ExitStatus
+from worker_svc.service.grpc_waits import sleep_until_woken
 from worker_svc.service.local_adapters import AdapterSettings
 from worker_svc.service.local_model import LocalModel, LocalSettings, set_threads
 from worker_svc.service.logs import Logger, make_logger
 from worker_svc.service.shutdown import Shutdown, stopped_by_signals
 from worker_svc.service.start_clock import StartClock
+from worker_svc.service.told_address import NobodyToldError, told_address
 from worker_svc.service.worker import JoinSettings, Worker
 
 
@@ -32,13 +34,19 @@ def run(argv: Sequence[str], clock: StartClock) -> ExitStatus:
     except ConfigError as error:
         sys.stderr.write(f"error: {error}\n")
         return ExitStatus.IMPOSSIBLE
+    except NobodyToldError as error:
+        sys.stderr.write(f"error: {error}\n")
+        return ExitStatus.NO_SCHEDULER
 
 
 def _work(settings: WorkerSettings, clock: StartClock) -> ExitStatus:
     # Nothing is said of the model before: a scheduler that starts beside us may find the same
     # fault in it, and then goes first.
-    address = settled_join(settings, sys.stdin)
+    address = settings.join
+    if address == JOIN_AS_TOLD:
+        address = told_address(sys.stdin.fileno() if sys.stdin else None)
     clock.ended("address")
+    sleep_until_woken()
     shutdown = Shutdown()
     log = _logger(settings)
     with stopped_by_signals(shutdown):

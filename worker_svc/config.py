@@ -3,7 +3,7 @@
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Final, Literal, TextIO
+from typing import Annotated, Final, Literal
 
 import yaml
 from pydantic import AfterValidator, Field, SecretStr, ValidationError
@@ -61,7 +61,8 @@ class WorkerSettings(BaseSettings):
     and so on) and the command line; what is named later wins.
 
     Exit status: 0 asked to stop; 1 a step failed; 2 a setting or the model is impossible;
-    3 refused by the scheduler; 4 no scheduler for --join-timeout seconds.
+    3 refused by the scheduler; 4 no scheduler for --join-timeout seconds, or none that standard
+    input told of.
     """
 
     # Constructing one reads nothing but its arguments; `read_settings` reads the world.
@@ -83,7 +84,7 @@ class WorkerSettings(BaseSettings):
 
     join: Annotated[str, AfterValidator(_join)] = "127.0.0.1:50052"
     """The scheduler's listener for workers: HOST:PORT or unix:PATH. -: standard input says
-    it in a line."""
+    it in a line, within 600 s."""
 
     join_secret: SecretStr = SecretStr("")
     """Shared with the scheduler. Empty: none. PAGEMILL_JOIN_SECRET keeps it out of `ps`."""
@@ -177,14 +178,12 @@ def read_settings(argv: Sequence[str]) -> WorkerSettings:
         raise ConfigError(_first_complaint(error)) from None
 
 
-def settled_join(settings: WorkerSettings, lines: TextIO) -> str:
-    """Return the address to join, for which `-` waits until the first of `lines` says it.
+def settled_join(line: str) -> str:
+    """Return the address to join, which a line of standard input says.
 
-    Raises: ConfigError if that is no address, or nothing comes any more.
+    Raises: ConfigError if that is no address.
     """
-    if settings.join != JOIN_AS_TOLD:
-        return settings.join
-    line = lines.readline().strip()
+    line = line.strip()
     try:
         return _address(line)
     except ValueError as error:

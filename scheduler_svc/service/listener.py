@@ -30,10 +30,14 @@ _OPTIONS = (
     ("grpc.keepalive_permit_without_calls", 1),
 )
 
-# Ends the connection of a machine that has vanished, and with it a write nobody reads.
-_PING_OPTIONS = (
+# Ends the connection of a machine that has vanished, and with it a write nobody reads. And no more
+# pings than that: to find out what window is best, gRPC would send one with each heartbeat and
+# each result, which are answered.
+_PEER_OPTIONS = (
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 * 1024 * 1024),
 )
 
 LAST_CALLS_S = 1.0
@@ -58,7 +62,7 @@ class Listener:
 
         Raises: ConfigError naming `field` if the address cannot be had.
         """
-        server = aio.server(options=_OPTIONS + (_PING_OPTIONS if ping_peers else ()))
+        server = aio.server(options=_OPTIONS + (_PEER_OPTIONS if ping_peers else ()))
         try:
             # grpc would log lines of its own, and take a Unix socket from under a live server.
             _probe(address)

@@ -6,10 +6,12 @@ formats.
 """
 
 import logging
-from typing import Literal, TextIO
+from typing import Literal, TextIO, cast
 
 import structlog
 from structlog.typing import EventDict, Processor, WrappedLogger
+
+from scheduler_svc.service.lossy_stream import LossyStream
 
 MAX_VALUE_CHARACTERS = 256
 MAX_TRACEBACK_CHARACTERS = 8192
@@ -20,7 +22,11 @@ def configure_logs(
     log_level: Literal["debug", "info", "warning", "error"],
     stream: TextIO,
 ) -> None:
-    """Send structlog and logging to `stream`. Called once, by the program."""
+    """Send structlog and logging to `stream`. Called once, by the program.
+
+    Lines that it cannot take are lost.
+    """
+    lossy = cast(TextIO, LossyStream(stream))  # as much of one as is used
     threshold = logging.getLevelNamesMapping()[log_level.upper()]
     stamp: list[Processor] = [
         structlog.processors.add_log_level,
@@ -35,10 +41,10 @@ def configure_logs(
     structlog.configure(
         processors=[*stamp, *write],
         wrapper_class=structlog.make_filtering_bound_logger(threshold),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        logger_factory=structlog.WriteLoggerFactory(lossy),
         cache_logger_on_first_use=False,
     )
-    handler = logging.StreamHandler(stream)
+    handler = logging.StreamHandler(lossy)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*stamp, structlog.stdlib.add_logger_name],

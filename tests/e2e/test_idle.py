@@ -16,15 +16,19 @@ MOST_OF_A_CORE = 0.01
 
 def cpu_ns(served: Served) -> int:
     """Return the time that the threads of all programs have run, in nanoseconds."""
-    programs = {served.process.pid, *served.children().values()}
-    assert len(programs) == 3
+    programs = {served.process.pid, *served.children().values(), *served.workers()}
     threads = [task for pid in programs for task in Path(f"/proc/{pid}/task").iterdir()]
     return sum(int((task / "schedstat").read_text().split()[0]) for task in threads)
 
 
+@pytest.mark.parametrize("num_ranks", [1, 2])
 @pytest.mark.skipif(sys.platform != "linux", reason="Linux says how long each thread has run")
-async def test_an_idle_server_takes_less_than_a_hundredth_of_a_core(tmp_path: Path) -> None:
-    with serving(str(write_tiny_llama(tmp_path)), "--speculation", "prompt-lookup") as served:
+async def test_an_idle_server_takes_less_than_a_hundredth_of_a_core(
+    tmp_path: Path, num_ranks: int
+) -> None:
+    flags = ("--speculation", "prompt-lookup", "--tensor-parallel-size", str(num_ranks))
+    with serving(str(write_tiny_llama(tmp_path)), *flags) as served:
+        assert len(served.workers()) == num_ranks
         async with AsyncClient(served.address) as client:
             await client.complete(prompt=[1, 2, 3], max_tokens=8, ignore_eos=True)
         shares: list[float] = []

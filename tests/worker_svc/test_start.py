@@ -1,10 +1,12 @@
 """A worker imports nothing that it does not run, and looks for no garbage while it imports."""
 
 import json
+import signal
 import sys
 from pathlib import Path
 
 from commands import run
+from interrupted_start import interrupted
 from tiny_llama import write_tiny_llama
 
 # Each of them takes a tenth of a second or more, or brings one that does.
@@ -38,3 +40,8 @@ def test_a_start_and_a_run_on_a_cpu_import_nothing_for_a_gpu_or_a_compiler(tmp_p
     # Looked at never again: what has been imported. Everything else is, as ever.
     assert collects
     assert num_frozen > 100_000
+
+
+def test_ctrl_c_while_it_imports_ends_it_without_a_word() -> None:
+    program = "from worker_svc.__main__ import main; main()"
+    assert interrupted(program, "worker_svc.config") == (-signal.SIGINT, "", "")

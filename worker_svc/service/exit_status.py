@@ -19,4 +19,4 @@ class ExitStatus(IntEnum):
     """The scheduler will never take this worker: another model, protocol or secret."""
 
     NO_SCHEDULER = 4
-    """Nobody was there to join for --join-timeout seconds."""
+    """Nobody was there to join for --join-timeout seconds, or nobody said where to join."""

@@ -1,10 +1,12 @@
 """Log lines on standard error, one an event, whatever texts they carry."""
 
 import logging
-from typing import Literal, TextIO, TypeAlias
+from typing import Literal, TextIO, TypeAlias, cast
 
 import structlog
 from structlog.typing import EventDict, FilteringBoundLogger, Processor, WrappedLogger
+
+from worker_svc.service.lossy_stream import LossyStream
 
 Logger: TypeAlias = FilteringBoundLogger
 
@@ -12,7 +14,7 @@ LogFormat: TypeAlias = Literal["text", "json"]
 
 
 def make_logger(stream: TextIO, log_format: LogFormat, log_level: str) -> Logger:
-    """Return a logger that writes to `stream`."""
+    """Return a logger that writes to `stream`. Lines that it cannot take are lost."""
     render: Processor = structlog.processors.JSONRenderer()
     if log_format == "text":
         render = structlog.processors.LogfmtRenderer(
@@ -21,7 +23,7 @@ def make_logger(stream: TextIO, log_format: LogFormat, log_level: str) -> Logger
     threshold = logging.getLevelNamesMapping()[log_level.upper()]
     logger: Logger = structlog.wrap_logger(
         # A line in one write: `pagemill serve` lets two programs write to one standard error.
-        structlog.WriteLogger(stream),
+        structlog.WriteLogger(cast(TextIO, LossyStream(stream))),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

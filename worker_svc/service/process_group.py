@@ -1,4 +1,4 @@
-"""The other ranks, through `torch.distributed`: gloo on a CPU, NCCL beside it on a GPU."""
+"""The other ranks: what the model and the runtime ask of them, over sockets, and NCCL on a GPU."""
 
 import contextlib
 import threading
@@ -10,33 +10,23 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import distributed
-from torch._C._distributed_c10d import (
-    AllreduceOptions,
-    BroadcastOptions,
-    GatherOptions,
-    PrefixStore,
-    ReduceOp,
-    Store,
-    Work,
-)
+from torch._C._distributed_c10d import GatherOptions, PrefixStore, Store, Work
 
 from worker_svc.errors import InvariantError, RanksLostError
 from worker_svc.model.shard import Shard
+from worker_svc.service.rank_sockets import EXCHANGE_LIMIT_S, RankSockets
 
-COLLECTIVE_LIMIT: Final = timedelta(seconds=30)
-"""For one exchange: far more than ranks of one step are apart. Only a rank that hangs, or a broken
-network, takes so long; one that dies closes its connections."""
+_SLICED_BYTES: Final = 128 << 10
+"""Sums of as many bytes and more are made in slices. Below, a second round costs more."""
 
-GIVE_UP_CHECK: Final = timedelta(seconds=1)
-"""How often one who waits looks whether the group has been given up."""
+_ALIGNMENT: Final = 64
+"""Bytes, for tensors of any type."""
 
 
-class _Exchange(Protocol):
-    """What is used here of torch's groups; its own stubs lack it."""
+class _Nccl(Protocol):
+    """What is used here of torch's group; its own stubs lack it."""
 
-    def allreduce(self, tensors: list[torch.Tensor], options: AllreduceOptions = ...) -> Work: ...
-
-    def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work: ...
+    def allreduce(self, tensors: list[torch.Tensor]) -> Work: ...
 
     def gather(
         self,
@@ -51,19 +41,20 @@ class _Exchange(Protocol):
 class ProcessGroup:
     """See `OtherRanks`. Lives as long as the model that calls it; meets anew for every stream.
 
-    The groups of torch are made as objects, not as its one default group: they come and go with
-    the streams, and the ranks of a test are threads.
+    Sums are made by every rank, of all parts in the order of ranks, so they are equal in all bits.
     """
 
     def __init__(self, shard: Shard, device_kind: str) -> None:
         """Exchange tensors of a device of this kind, cpu or cuda."""
         self.shard = shard
         self._device_kind = device_kind
-        self._gloo: _Exchange | None = None
-        self._tensors: _Exchange | None = None
-        """What exchanges the model's tensors: gloo, or NCCL on a GPU."""
-        self._given_up = threading.Event()
+        self._sockets: RankSockets | None = None
+        self._nccl: _Nccl | None = None
+        """For the model's tensors, on a GPU."""
         self._is_apart = False
+        self._swapped = torch.empty(shard.world_size, 0, dtype=torch.uint8)
+        """What came of each rank: made anew for every sum, its pages would be, too."""
+        self._others = tuple(rank for rank in range(shard.world_size) if rank != shard.rank)
 
     def connect(self, store: Store, host: str, given_up: threading.Event) -> None:
         """Meet the others, who give the same store, each with the address they reach it at.
@@ -72,64 +63,81 @@ class ProcessGroup:
 
         Raises: RanksLostError if they do not come.
         """
-        self._given_up = given_up
-        try:
-            self._gloo = self._tensors = _make_gloo(self.shard, store, host)
-            if self._device_kind == "cuda":
-                self._tensors = _make_nccl(self.shard, store)
-        except RuntimeError as error:
-            self.disconnect()
-            raise RanksLostError(f"the ranks could not meet: {_reason(error)}") from error
+        shard = self.shard
+        self._sockets = RankSockets(shard.rank, store, shard.world_size, host, given_up)
+        if self._device_kind == "cuda":
+            try:
+                self._nccl = _make_nccl(shard, store)
+            except RuntimeError as error:
+                self.disconnect()
+                raise RanksLostError(f"the ranks could not meet: {_reason(error)}") from error
 
     def disconnect(self) -> None:
         """Leave the others, who notice."""
-        if self._tensors is not None and self._tensors is not self._gloo:
-            self._tensors.abort()
-        self._gloo = self._tensors = None
+        if self._nccl is not None:
+            self._nccl.abort()
+        if self._sockets is not None:
+            self._sockets.close()
+        self._nccl = self._sockets = None
 
     def all_reduce(self, part: torch.Tensor) -> None:
         """As `OtherRanks.all_reduce`."""
-        if not self._is_apart:
-            self._wait(self._of_tensors().allreduce([part]))
+        if self._is_apart:
+            return
+        if self._nccl is not None:
+            _wait(self._nccl.allreduce([part]))
+            return
+        if part.nbytes < _SLICED_BYTES:
+            _add_up(self._swap_same(part), part)
+            return
+        # Each rank sums a slice and sends that to the others: a part twice over the wire, and not
+        # once for every other rank.
+        slices = part.view(-1).tensor_split(self.shard.world_size)
+        own = slices[self.shard.rank]
+        _add_up(self._swap(slices), own)
+        self._exchange([own] * self.shard.world_size, slices)
 
     def gather(self, part: torch.Tensor) -> Sequence[torch.Tensor]:
         """As `OtherRanks.gather`."""
+        leads = self.shard.leads
         if self._is_apart:
-            return [part] * (self.shard.world_size if self.shard.leads else 1)
-        group, options = self._of_tensors(), GatherOptions()
+            return [part] * (self.shard.world_size if leads else 1)
+        if self._nccl is not None:
+            return self._gather_on_gpu(self._nccl, part)
+        if not leads:
+            self._met().exchange({0: _bytes(part)}, {})
+            return (part,)
+        parts = [part, *(torch.empty_like(part) for _ in self._others)]
+        self._met().exchange({}, {rank: _bytes(parts[rank]) for rank in self._others})
+        return parts
+
+    def _gather_on_gpu(self, nccl: _Nccl, part: torch.Tensor) -> Sequence[torch.Tensor]:
+        options = GatherOptions()
         options.rootRank = 0
         if not self.shard.leads:
-            self._wait(group.gather([], [part], options))
+            _wait(nccl.gather([], [part], options))
             return (part,)
         parts = [torch.empty_like(part) for _ in range(self.shard.world_size)]
-        self._wait(group.gather([parts], [part], options))
+        _wait(nccl.gather([parts], [part], options))
         return parts
 
     def share_tokens(self, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         """As `OtherRanks.share_tokens`."""
-        options = BroadcastOptions()
-        options.rootRank = 0
-        shared = torch.from_numpy(tokens.copy())
-        self._wait(self._of_cpu().broadcast([shared], options))
-        values: npt.NDArray[np.int32] = shared.numpy()
-        return values
+        shared = tokens.copy()
+        view = shared.view(np.uint8).data
+        if self.shard.leads:
+            self._met().exchange(dict.fromkeys(self._others, view), {})
+        else:
+            self._met().exchange({}, {0: view})
+        return shared
 
     def least(self, count: int) -> int:
         """As `OtherRanks.least`."""
-        shared = torch.tensor([count])
-        self._reduce_on_cpu(shared, ReduceOp(ReduceOp.MIN))
-        return int(shared.item())
+        return min(int(each.item()) for each in self._swap_same(torch.tensor(count)))
 
     def largest(self, values: torch.Tensor) -> torch.Tensor:
         """As `OtherRanks.largest`."""
-        shared = values.clone()
-        self._reduce_on_cpu(shared, ReduceOp(ReduceOp.MAX))
-        return shared
-
-    def _reduce_on_cpu(self, shared: torch.Tensor, operation: ReduceOp) -> None:
-        options = AllreduceOptions()
-        options.reduceOp = operation
-        self._wait(self._of_cpu().allreduce([shared], options))
+        return torch.stack(self._swap_same(values)).amax(dim=0)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
@@ -140,62 +148,69 @@ class ProcessGroup:
         finally:
             self._is_apart = False
 
-    def _of_cpu(self) -> _Exchange:
-        if self._gloo is None:
+    def _swap_same(self, part: torch.Tensor) -> list[torch.Tensor]:
+        return self._swap([part] * self.shard.world_size)
+
+    def _swap(self, parts: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Send each rank its part, and return what all sent this one, by rank, its own among it.
+
+        All have the shape of this one's. The others' hold until the next swap.
+        """
+        own = parts[self.shard.rank]
+        size = own.nbytes
+        if self._swapped.shape[1] < size:
+            stride = -(-size // _ALIGNMENT) * _ALIGNMENT
+            self._swapped = torch.empty(self.shard.world_size, stride, dtype=torch.uint8)
+        came = [each[:size].view(own.dtype).view(own.shape) for each in self._swapped]
+        came[self.shard.rank] = own
+        self._exchange(parts, came)
+        return came
+
+    def _exchange(self, out: Sequence[torch.Tensor], into: Sequence[torch.Tensor]) -> None:
+        """Send each other rank its tensor while filling another from it. Both by rank."""
+        self._met().exchange(
+            {rank: _bytes(out[rank]) for rank in self._others},
+            {rank: _bytes(into[rank]) for rank in self._others},
+        )
+
+    def _met(self) -> RankSockets:
+        if self._sockets is None:
             raise InvariantError("ranks exchange something before they have met")
-        return self._gloo
-
-    def _of_tensors(self) -> _Exchange:
-        if self._tensors is None:
-            raise InvariantError("ranks exchange something before they have met")
-        return self._tensors
-
-    def _wait(self, work: Work) -> None:
-        """Wait for an exchange. On a GPU that only puts it in front of what follows."""
-        while True:
-            try:
-                if self._tensors is self._gloo:
-                    work.wait(GIVE_UP_CHECK)
-                else:
-                    work.wait()
-            except RuntimeError as error:
-                if work.is_completed():
-                    raise RanksLostError(_reason(error)) from error
-                if self._given_up.is_set():
-                    _outlive(self._gloo, work)
-                    raise RanksLostError("the group was given up") from None
-            else:
-                return
+        return self._sockets
 
 
-def _make_gloo(shard: Shard, store: Store, host: str) -> _Exchange:
-    gloo: Any = distributed.ProcessGroupGloo
-    options = gloo._Options()
-    options._timeout = COLLECTIVE_LIMIT
-    options._threads = 1
-    options._devices = [gloo.create_device(hostname=host)]
-    group: _Exchange = gloo(PrefixStore("gloo", store), shard.rank, shard.world_size, options)
-    return group
+def _add_up(parts: Sequence[torch.Tensor], out: torch.Tensor) -> None:
+    """Sum in the order of ranks, so that each rank that does gets the same bits."""
+    first, *others = parts
+    total = first.float()  # 16 bits are rounded once, at the end
+    for other in others[:-1]:
+        total = total + other
+    torch.add(total, others[-1], out=out)
 
 
-def _make_nccl(shard: Shard, store: Store) -> _Exchange:
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a contiguous tensor on a CPU."""
+    return tensor.view(-1).view(torch.uint8).numpy().data
+
+
+def _make_nccl(shard: Shard, store: Store) -> _Nccl:
     nccl: Any = distributed.ProcessGroupNCCL
-    stored = PrefixStore("nccl", store)
-    group: _Exchange = nccl(stored, shard.rank, shard.world_size, COLLECTIVE_LIMIT)
+    limit = timedelta(seconds=EXCHANGE_LIMIT_S)
+    group: _Nccl = nccl(PrefixStore("nccl", store), shard.rank, shard.world_size, limit)
     return group
 
 
-def _outlive(group: _Exchange | None, work: Work) -> None:
-    """Keep a group until the exchange in it has ended: gloo can not cut it short."""
+def _wait(work: Work) -> None:
+    """Put an exchange in front of what follows on the GPU: nobody waits here.
 
-    def wait(_group: object) -> None:
-        with contextlib.suppress(RuntimeError):
-            work.wait()
-
-    threading.Thread(target=wait, args=(group,), name="given up ranks", daemon=True).start()
+    Raises: RanksLostError if another rank is gone.
+    """
+    try:
+        work.wait()
+    except RuntimeError as error:
+        raise RanksLostError(_reason(error)) from error
 
 
 def _reason(error: Exception) -> str:
-    """Return gloo's own words, without the place in its source and its advice."""
-    first = str(error).split("\n", maxsplit=1)[0].split(". ", maxsplit=1)[0]
-    return first.rpartition(".cc:")[2].partition("] ")[2] or first
+    """Return torch's own words, without its advice."""
+    return str(error).split("\n", maxsplit=1)[0]

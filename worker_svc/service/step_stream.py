@@ -29,6 +29,10 @@ CHANNEL_OPTIONS: Final = (
     ("grpc.use_local_subchannel_pool", 1),
     # The link is internal, whatever proxy the environment names for the world outside.
     ("grpc.enable_http_proxy", 0),
+    # A window for every plan but a reset, instead of one that grows by what pings find out: each
+    # message would bring one, and its answer.
+    ("grpc.http2.bdp_probe", 0),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
     # Heartbeats are never answered, so a dead peer shows as data nobody acknowledges. gRPC sets
     # the kernel's bound on that (TCP_USER_TIMEOUT) to the timeout of keepalive, where keepalive
     # is on; its pings are rarer than servers by default punish.

@@ -1,6 +1,7 @@
 """Which setting belongs to which program, and how a program is told."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping
@@ -96,8 +97,13 @@ def server_programs(
     between the two), goes into a file for each program in `folder`, so that the environment
     keeps its place between file and flags.
 
-    Raises: CliError if the file names a setting of neither program.
+    Raises: CliError if the file names a setting of neither program, or the timeout is none.
     """
+    if not 0 < ready_timeout_s < math.inf:
+        raise CliError(
+            f"ready_timeout is {ready_timeout_s:g}, must be a finite number greater than 0",
+            ExitStatus.USAGE,
+        )
     if unknown := file.keys() - SCHEDULER_SETTINGS - WORKER_SETTINGS:
         raise CliError(
             f"config names {', '.join(sorted(unknown))}, no setting of scheduler or worker",

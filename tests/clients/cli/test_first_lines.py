@@ -1,9 +1,13 @@
-"""Before the command can say anything itself, an interrupt and a missing package are one line."""
+"""Before the command can say anything: an interrupt ends it, a missing package is one line."""
 
+import signal
 import subprocess
 import sys
 
 import pytest
+
+from interrupted_start import interrupted
+from pagemill.cli.exit_status import ExitStatus
 
 # Runs the command where reading it ends as one says.
 COMMAND = """
@@ -22,7 +26,6 @@ main()
 @pytest.mark.parametrize(
     ("what", "status", "said"),
     [
-        ("raise KeyboardInterrupt", 130, ""),
         (
             "raise ModuleNotFoundError(name='typer')",
             1,
@@ -37,6 +40,21 @@ def test_what_happens_before_the_command_is_there_is_a_status_and_at_most_a_line
     command = [sys.executable, "-c", COMMAND.format(what=what)]
     ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stdout, ended.stderr) == (status, "", said)
+
+
+def test_ctrl_c_while_it_imports_ends_it_without_a_word() -> None:
+    program = "from pagemill.cli.__main__ import main; main()"
+    assert interrupted(program, "pagemill.cli.options") == (-signal.SIGINT, "", "")
+
+
+@pytest.mark.parametrize("closed", ["2>&-", ">&-", "<&- >&- 2>&-"])
+def test_streams_that_are_closed_change_no_status(closed: str) -> None:
+    command = [sys.executable, "-m", "pagemill.cli", "serve", "/no/model"]
+    shell = ["sh", "-c", f'exec "$@" {closed}', "sh", *command]
+    ended = subprocess.run(shell, check=False, capture_output=True, text=True, timeout=60)
+    assert (ended.returncode, ended.stdout) == (ExitStatus.USAGE, "")
+    assert ("model is '/no/model', which is not there" in ended.stderr) == ("2>&-" not in closed)
+    assert "Traceback" not in ended.stderr
 
 
 def test_a_module_of_our_own_that_is_missing_is_our_fault() -> None:

@@ -82,6 +82,13 @@ def test_a_setting_of_neither_program_is_named(tmp_path: Path) -> None:
     assert caught.value.status == ExitStatus.USAGE
 
 
+@pytest.mark.parametrize("seconds", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_timeout_that_is_none_is_refused(tmp_path: Path, seconds: float) -> None:
+    with pytest.raises(CliError, match=r"ready_timeout is .*, must be a finite number") as caught:
+        server_programs(MODEL, {}, {}, tmp_path, ready_timeout_s=seconds)
+    assert caught.value.status == ExitStatus.USAGE
+
+
 def test_a_value_with_a_dash_stays_a_value(tmp_path: Path) -> None:
     programs = server_programs(MODEL, {"threads": -1}, {}, tmp_path)
     assert programs.worker[-1] == "--threads=-1"

@@ -240,6 +240,19 @@ async def finished(*arguments: str, program: str | None = None) -> tuple[int, st
     return process.returncode or 0, stdout.decode(), stderr.decode()
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a disk that is always full")
+async def test_a_log_that_cannot_be_written_ends_nothing(model: Path) -> None:
+    listen = ("--listen", "127.0.0.1:0", "--worker-listen", "127.0.0.1:0")
+    with Path("/dev/full").open("wb", buffering=0) as full:
+        process = await start(str(model), *listen, stderr=full)
+    assert process.stdout is not None
+    async with asyncio.timeout(60):
+        assert (await process.stdout.readline()).startswith(b"listening ")
+        process.send_signal(signal.SIGTERM)
+        await process.communicate()
+    assert process.returncode == 0
+
+
 async def test_what_is_impossible_is_one_line_and_status_2(model: Path) -> None:
     async with scheduler(model) as running:
         impossible = {
