@@ -17,6 +17,7 @@ from cases.conftest import Reference
 from cases.raw_stream import raw_call
 from cases.stack import RecordingHost, Stack, serving, start_worker, until
 from cases.table_llama import successors_of
+from grpc_answers import deadlines
 from pagemill.client import (
     Accepted,
     AlreadyExistsError,
@@ -153,12 +154,16 @@ async def test_case_G_03_fifty_streams_are_cancelled_at_once(slow: Stack) -> Non
 
 
 async def test_case_G_03_an_expired_call_computes_nothing_more(slow: Stack) -> None:
-    tasks = len(asyncio.all_tasks())
-    begin = time.monotonic()
-    with pytest.raises(DeadlineExceededError):
-        await slow.client.complete(prompt=[0], temperature=0, max_tokens=2000, timeout=0.3)
+    tasks, seen = len(asyncio.all_tasks()), slow.scheduler._next_sequence
+    for timeout_s in deadlines(0.3, lambda: slow.scheduler._next_sequence > seen):
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceededError):
+            await slow.client.complete(
+                prompt=[0], temperature=0, max_tokens=2000, timeout=timeout_s
+            )
+        assert time.monotonic() - begin > 0.8 * timeout_s
     steps = len(slow.steps)
-    assert 0.25 < time.monotonic() - begin < 2
+    assert steps < 1000  # of 2000
     await _is_over(slow, steps, tasks, 1)
 
 
@@ -308,15 +313,16 @@ async def test_case_G_07_at_the_drain_limit_a_long_stream_keeps_what_it_has(benc
         answer = Answer([])
         reading = asyncio.create_task(_read(served.channel, answer))
         await until(lambda: len(served.worker.host.steps) > 5)
-        begin = time.monotonic()
+        begin, steps = time.monotonic(), len(served.worker.host.steps)
         served.process.send(signal.SIGTERM)
         await reading
-        assert 0.9 < time.monotonic() - begin < 3
+        assert time.monotonic() - begin > 0.9
+        # It was not late, either: fifty steps take a second.
+        assert len(served.worker.host.steps) - steps < 150
         assert answer.code is grpc.StatusCode.UNAVAILABLE
         assert len(answer.tokens) > 10
         assert answer.tokens == successors_of(1, len(answer.tokens))
         assert (await served.process.end())[0] == 0
-        assert time.monotonic() - begin < 5
 
 
 async def _read(channel: aio.Channel, answer: Answer) -> None:
