@@ -73,6 +73,7 @@ class Connection:
         self.execute_ns = 9
         """What each step says it took."""
         self.plans: list[worker_pb2.StepPlan] = []
+        self.num_heartbeats = 0
         self.changes: list[tuple[int, worker_pb2.AdapterChange]] = []
         """Of adapters, each with the number of plans that came before."""
         self._to_do: asyncio.Queue[worker_pb2.StepPlan] = asyncio.Queue()
@@ -111,6 +112,7 @@ class Connection:
         """Send heartbeats until cancelled."""
         while not self._silent:
             await self.send(heartbeat=worker_pb2.Heartbeat(phase=worker_pb2.WORKER_PHASE_IDLE))
+            self.num_heartbeats += 1
             await asyncio.sleep(self.ack.heartbeat_s)
 
     async def listen(self) -> None:

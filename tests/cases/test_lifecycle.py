@@ -6,6 +6,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from grpc import aio
 
 from cases.conftest import Reference
 from cases.raw_stream import raw_call
-from cases.stack import RecordingHost, Stack, serving, start_worker, until
+from cases.stack import RecordingHost, RunningWorker, Stack, serving, start_worker, until
 from cases.table_llama import successors_of
 from grpc_answers import deadlines
 from pagemill.client import (
@@ -181,11 +182,13 @@ async def test_case_G_03_a_killed_client_computes_nothing_more(slow: Stack) -> N
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", CLIENT, slow.address), stdout=PIPE
     )
-    assert process.stdout is not None
-    assert (await asyncio.wait_for(process.stdout.readline(), 60)) == b"three\n"
-    steps = len(slow.steps)
-    process.kill()
-    await process.wait()
+    try:
+        assert process.stdout is not None
+        assert (await asyncio.wait_for(process.stdout.readline(), 60)) == b"three\n"
+        steps = len(slow.steps)
+    finally:
+        process.kill()
+        await process.communicate()
     await slow.idle(within_s=3)
     assert len(slow.steps) - steps <= 3  # the kernel closes the connection in the meantime
     assert aborts(slow) == 1
@@ -270,19 +273,26 @@ class Drained:
         self._model, self._flags = model, flags
 
     async def __aenter__(self) -> "Drained":
-        self._context = scheduler(
-            self._model, "--num-gpu-blocks-override", "4096", "--max-num-seqs", "5", *self._flags
-        )
-        self.process = await self._context.__aenter__()
-        self.worker = start_worker(RecordingHost(self._model, None, 0.02), self.process.workers)
-        self.channel = aio.insecure_channel(self.process.address)
-        await until_serving(self.channel)
+        flags = ("--num-gpu-blocks-override", "4096", "--max-num-seqs", "5", *self._flags)
+        async with AsyncExitStack() as stack:
+            workers = list[RunningWorker]()
+
+            async def stop_workers() -> None:
+                for worker in workers:
+                    await asyncio.to_thread(worker.stop)
+
+            stack.push_async_callback(stop_workers)
+            self.process = await stack.enter_async_context(scheduler(self._model, *flags))
+            self.worker = start_worker(RecordingHost(self._model, None, 0.02), self.process.workers)
+            workers.append(self.worker)
+            channel = aio.insecure_channel(self.process.address)
+            self.channel = await stack.enter_async_context(channel)
+            await until_serving(self.channel)
+            self._open = stack.pop_all()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self.channel.close()
-        await self._context.__aexit__(*error)
-        await asyncio.to_thread(self.worker.stop)
+        await self._open.__aexit__(*error)
 
 
 async def test_case_G_07_a_drain_lets_running_and_queued_requests_end(bench_t: Path) -> None:

@@ -19,6 +19,7 @@ from pagemill.v1.admin_pb2 import PinRequest, UnpinRequest
 from pagemill.v1.admin_pb2_grpc import AdminStub
 from pagemill.v1.control_pb2 import SubscribeKvEventsRequest
 from pagemill.v1.control_pb2_grpc import ControlStub
+from raw_connections import connection
 from scheduler_process import (
     Answer,
     SchedulerProcess,
@@ -302,11 +303,10 @@ async def metrics_page(running: SchedulerProcess) -> str:
         raise AssertionError("no pipe")
     async with asyncio.timeout(10):
         told = json.loads(await running.process.stderr.readline())["metrics"]
-        reader, writer = await asyncio.open_connection(*told.split(":"))
-        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-        page = (await reader.read(-1)).decode()
-        writer.close()
-    return page
+        host, _, port = told.rpartition(":")
+        async with connection(int(port), host) as (reader, writer):
+            writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+            return (await reader.read(-1)).decode()
 
 
 async def test_pins_events_and_residency_are_served_as_set(model: Path) -> None:
