@@ -8,6 +8,7 @@
 
 #include "decode.h"
 #include "draw.h"
+#include "inputs.h"
 #include "layers.h"
 #include "linear.h"
 #include "pack.h"
@@ -218,6 +219,8 @@ extern "C" int pagemill_attention(const Attention* a) {
     }
 }
 
+extern "C" int pagemill_embed(const Embedding* a) { return embed(*a); }
+
 extern "C" int pagemill_rotary(const Rotary* a) {
     return with_type(a->dtype, [&](auto type) { rotary_over<decltype(type)>(*a); });
 }
@@ -268,6 +271,10 @@ extern "C" int pagemill_tell(const Told* a) {
 
 // Returns 0, or what an operation returned that failed: 1 if memory is short.
 extern "C" int pagemill_decoder(const Decoder* a) { return decode_layers(*a); }
+
+extern "C" void pagemill_measure_inputs(StepInputs* a) { measure_inputs(*a); }
+
+extern "C" void pagemill_write_inputs(const StepInputs* a) { write_inputs(*a); }
 
 // Threads of this process's operations, where not torch's number counts; 0 until it is told.
 static std::atomic<int> threads_of_process{0};

@@ -1,10 +1,30 @@
-// What stands around attention: rotary embedding with the store, norms and the activation.
+// What stands around attention: the tokens' embedding, their rotary one with the store, norms and the
+// activation.
 #pragma once
 
 #include <cmath>
 
 #include "activation.h"
 #include "attention.h"
+
+// Mirrored in kernels/cpu_embedding.py.
+struct Embedding {
+    const char* table;  // [V, E]
+    const int64_t* token_ids;  // [T]
+    char* out;                 // [T, E]
+    int64_t V, T;
+    int64_t row_bytes;  // of E elements
+};
+
+// Returns 0; 1 if a token has no row.
+static int embed(const Embedding& a) {
+    for (int64_t t = 0; t < a.T; ++t) {
+        int64_t id = a.token_ids[t];
+        if (id < 0 || id >= a.V) return 1;
+        memcpy(a.out + t * a.row_bytes, a.table + id * a.row_bytes, a.row_bytes);
+    }
+    return 0;
+}
 
 // Mirrored field by field in kernels/cpu_layers.py. Strides count elements.
 struct Rotary {

@@ -30,6 +30,7 @@ class CausalModel(ABC):
     """Runs flattened tokens of many requests through a model."""
 
     __slots__ = (
+        "_embed",
         "_embedding",
         "_groups",
         "_inverse_frequencies",
@@ -46,6 +47,7 @@ class CausalModel(ABC):
         self._embedding = loader.take(
             "model.embed_tokens.weight", config.vocab_size, config.hidden_size
         )
+        self._embed = self._operations.embedding(self._embedding)
         self._last_norm = loader.norm("model.norm", config.hidden_size)
         self._lm_head = loader.lm_head(self._embedding)
         self._groups = config.kv_groups
@@ -91,7 +93,7 @@ class CausalModel(ABC):
 
         What is returned for tokens that are not among those `read` may be undefined: behind the
         last layer's attention nobody needs them. Of those read the logits come along, if they are
-        cheaper so.
+        cheaper so. All holds until the next call, which may overwrite it.
 
         Shapes:
             token_ids, positions  [T]           int64

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from kernels.activation import Activation
 from worker_svc.model.causal_model import CausalModel, place
@@ -67,7 +66,7 @@ class Gemma3(CausalModel):
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
-        scaled = functional.embedding(token_ids, self._embedding) * self._embedding_scale  # [T, E]
+        scaled = self._embed(token_ids) * self._embedding_scale  # [T, E]
         hidden = place(scaled, embedded)
         if self._stack is not None:
             return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)

@@ -10,12 +10,14 @@ from kernels.activation import Activation
 from kernels.checks import Store
 from kernels.cpu_attention import attend
 from kernels.cpu_build import native_code
+from kernels.cpu_embedding import CpuEmbedding
 from kernels.packed_linear import PackedLinear
 from kernels.weight_memory import WeightMemory
 from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.native_experts import native_experts
 from worker_svc.model.native_stack import native_stack
 from worker_svc.model.operations import (
+    Embedding,
     LayerCache,
     LayerParts,
     LayerStack,
@@ -46,6 +48,10 @@ class NativeOperations:
     def weight_dtype(self) -> torch.dtype | None:
         """The run dtype."""
         return None
+
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        """As `Operations.embedding`."""
+        return CpuEmbedding(table)
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False

@@ -28,6 +28,10 @@ Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """A linear layer. Shapes: [T, in] to [T, out]."""
 
 
+Embedding: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
+"""Token ids to their vectors. Shapes: [T] int64 to [T, E]."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Mlp:
     """A gated MLP, as a linear layer [E] to [E]."""
@@ -195,6 +199,10 @@ class Operations(Protocol):
     @property
     def weight_dtype(self) -> torch.dtype | None:
         """In what type `linear` wants its weight. None: in the run dtype, as its bias."""
+        ...
+
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        """Return what finds tokens' rows in a table [V, E]."""
         ...
 
     def linear(

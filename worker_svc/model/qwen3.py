@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch.nn import functional
 
 from worker_svc.model.causal_model import CausalModel, place
 from worker_svc.model.loader import Loader
@@ -60,7 +59,7 @@ class Qwen3(CausalModel):
         operations, config = self._operations, self.config
         num_heads, head_dim, eps = config.num_heads, config.head_dim, config.rms_norm_eps
         columns = self._columns(positions, slot_mappings, block_tables, seq_lens, query_start_loc)
-        hidden = place(functional.embedding(token_ids, self._embedding), embedded)  # [T, E]
+        hidden = place(self._embed(token_ids), embedded)  # [T, E]
         if self._stack is not None:
             return self._stack.run(hidden, columns, self._inverse_frequencies, kv_caches, read)
         attentions = self._attentions(columns, kv_caches)

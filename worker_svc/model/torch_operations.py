@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch.nn import functional
@@ -12,6 +13,7 @@ from kernels.checks import FP8
 from worker_svc.model.experts import Experts
 from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.operations import (
+    Embedding,
     LayerCache,
     LayerParts,
     Linear,
@@ -58,6 +60,10 @@ class TorchOperations:
     def weight_dtype(self) -> torch.dtype | None:
         """The run dtype."""
         return None
+
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        """As `Operations.embedding`."""
+        return partial(functional.embedding, weight=table)
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False

@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
+from torch.nn import functional
 
 from kernels.activation import Activation
 from kernels.paged_decode import paged_decode
@@ -16,6 +18,7 @@ from worker_svc.model.kept_linear import KeptLinear, kept_linear
 from worker_svc.model.kept_values import NotKept
 from worker_svc.model.model_config import ExpertsConfig
 from worker_svc.model.operations import (
+    Embedding,
     LayerCache,
     LayerParts,
     LayerStack,
@@ -41,6 +44,10 @@ class TritonOperations:
     def weight_dtype(self) -> torch.dtype | None:
         """The run dtype."""
         return None
+
+    def embedding(self, table: torch.Tensor) -> Embedding:
+        """As `Operations.embedding`."""
+        return partial(functional.embedding, weight=table)
 
     def linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, *, is_head: bool = False

@@ -55,6 +55,8 @@ def verify_drafts(
 
     Shapes: hidden [T, E] of all tokens of the step; running [R], the rows they belong to.
     """
+    if not rows.has_drafts:
+        return None
     drafting = rows.num_drafted[running] > 0
     if not drafting.any():
         return None

@@ -69,6 +69,11 @@ class EmbeddedSpans:
             for row in rows.tolist():
                 self._spans.pop(row, None)
 
+    @property
+    def are_any(self) -> bool:
+        """Whether some row has any left."""
+        return bool(self._spans)
+
     def are_of(self, rows: Int64Array) -> bool:
         """Return whether one of these rows has any left."""
         return bool(self._spans) and not self._spans.keys().isdisjoint(rows.tolist())

@@ -88,6 +88,8 @@ def find_prompt_logprobs(
 
     Cost: the LM head at each position, a slice at a time, so that memory is bounded.
     """
+    if not rows.sampling.asking:
+        return ()
     asked = rows.sampling.prompt_logprobs[running]
     places = np.flatnonzero(asked != NO_PROMPT_LOGPROBS)
     if not len(places):

@@ -21,10 +21,11 @@ from worker_svc.runtime.kv_cache import KVCache
 from worker_svc.runtime.logit_rules import apply_rules
 from worker_svc.runtime.logprobs import find_prompt_logprobs, sampled_logprobs
 from worker_svc.runtime.memory_budget import blocks_for
+from worker_svc.runtime.native_inputs import input_builder
 from worker_svc.runtime.pooling import Pooler
 from worker_svc.runtime.rows import Rows
 from worker_svc.runtime.sampler import Sampler
-from worker_svc.runtime.step_inputs import StepInputs, build_step_inputs
+from worker_svc.runtime.step_inputs import StepInputs
 from worker_svc.runtime.step_plan import (
     Candidates,
     Int32Array,
@@ -65,6 +66,7 @@ class ModelRunner:
 
     __slots__ = (
         "_adapters",
+        "_build_inputs",
         "_last_step_id",
         "_model",
         "_pooler",
@@ -99,6 +101,7 @@ class ModelRunner:
         embedded = EmbeddedSpans(model.config.hidden_size, model.dtype, model.device)
         vocab_size = model.config.vocab_size
         self.rows = Rows(max_num_seqs, max_model_len, tables, vocab_size, embedded)
+        self._build_inputs = input_builder(self.rows, model.device)
         self._model = model
         self._adapters = adapters
         self._pooler = Pooler()
@@ -137,7 +140,7 @@ class ModelRunner:
                 _timing(started, now, now, now),
                 self.rows.failed(),
             )
-        inputs = build_step_inputs(self.rows, running, self._model.device)
+        inputs = self._build_inputs(running)
         if self._adapters is not None:
             self._adapters.begin(self.rows.adapter[running], self.rows.num_new_tokens[running])
         prepared = perf_counter_ns()
@@ -213,15 +216,16 @@ class ModelRunner:
         if not self._ranks.shard.leads:
             params.num_samples[rows] = 1
             return Sampled(no_int32(), no_int32(), no_int32(), None, None)
-        num_tokens, candidates = no_int32(), None
-        if (params.num_samples[rows] > 1).any():
-            tokens, num_tokens = self.sampler.sample_several(
-                scores, tokens, rows, positions, params
-            )
-            params.num_samples[rows] = 1
-        if params.num_candidates[rows].any():
-            candidates = find_candidates(logits, params.num_candidates[rows])
-        logprobs = sampled_logprobs(logits, tokens, num_tokens, params.logprobs[rows])
+        num_tokens, candidates, logprobs = no_int32(), None, None
+        if params.asking:
+            if (params.num_samples[rows] > 1).any():
+                tokens, num_tokens = self.sampler.sample_several(
+                    scores, tokens, rows, positions, params
+                )
+                params.num_samples[rows] = 1
+            if params.num_candidates[rows].any():
+                candidates = find_candidates(logits, params.num_candidates[rows])
+            logprobs = sampled_logprobs(logits, tokens, num_tokens, params.logprobs[rows])
         return Sampled(rows.astype(np.int32), tokens, num_tokens, candidates, logprobs)
 
     def _draw(
@@ -249,6 +253,8 @@ class ModelRunner:
         A copy only where a row with rules also tells of the raw logits; mostly the logits.
         """
         params, failed = self.rows.sampling, np.zeros(len(rows), dtype=np.bool_)
+        if not params.rules:
+            return logits, failed
         ruled = params.is_ruled[rows]
         if not (ruled.any() and self._ranks.shard.leads):
             return logits, failed

@@ -70,7 +70,7 @@ class PlainSequences:
             block_tables=[tables.to(device) for tables in self._tables],
             seq_lens=torch.tensor(ends, dtype=torch.int32, device=device),
             query_start_loc=counts.cumsum(0).to(torch.int32).to(device),
-        ).hidden
+        ).hidden.clone()
 
 
 def _slots(tables: torch.Tensor, places: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -26,6 +26,8 @@ class Pooler:
 
         Numerics: sums in fp32, chunk by chunk.
         """
+        if not rows.sampling.asking:
+            return ()
         kinds = rows.sampling.pooling[running]
         places = np.flatnonzero(kinds)
         if not len(places):
@@ -52,7 +54,7 @@ class Pooler:
         first, total = int(rows.num_computed_tokens[row]), int(rows.num_tokens[row])
         is_last = first + len(states) == total
         if kind is Pooling.LAST:
-            return states[-1].float() if is_last else None
+            return states[-1].to(torch.float32, copy=True) if is_last else None
         chunk = states.float().sum(dim=0)
         if first:
             before = self._sums.pop(row, None)

@@ -36,6 +36,7 @@ class Rows:
         "block_tables",
         "embedded",
         "failures",
+        "has_drafts",
         "num_computed_tokens",
         "num_drafted",
         "num_new_tokens",
@@ -63,6 +64,7 @@ class Rows:
         self.num_new_tokens: Int32Array = np.zeros(max_rows, dtype=np.int32)
         # Tokens behind the known ones that this step verifies.
         self.num_drafted: Int32Array = np.zeros(max_rows, dtype=np.int32)
+        self.has_drafts = False
         self.sampling = SamplingColumns(max_rows)
         self.adapter: Int32Array = np.zeros(max_rows, dtype=np.int32)
         self.embedded = embedded or EmbeddedSpans(0)
@@ -89,7 +91,9 @@ class Rows:
         self._check_known(plan.exception_rows, "excepted")
         self.num_computed_tokens[plan.exception_rows] = plan.exception_num_computed_tokens
         self.num_new_tokens[plan.exception_rows] = plan.exception_num_new_tokens
-        self.num_drafted.fill(0)
+        if self.has_drafts:
+            self.num_drafted.fill(0)
+        self.has_drafts = bool(plan.drafts)
         for draft in plan.drafts:
             self._draft(draft)
 
@@ -122,6 +126,8 @@ class Rows:
         Otherwise nobody reads more hidden states than those of last tokens. Shape: running [R].
         """
         params = self.sampling
+        if not (params.asking or self.has_drafts):
+            return False
         return bool(
             (
                 (params.pooling[running] > 0)

@@ -27,7 +27,7 @@ _COLUMNS = (
 class SamplingColumns:
     """One entry per row in every column."""
 
-    __slots__ = (*_COLUMNS, "rules")
+    __slots__ = (*_COLUMNS, "asking", "rules")
 
     def __init__(self, max_rows: int) -> None:
         self.temperature = np.zeros(max_rows, dtype=np.float64)
@@ -47,6 +47,9 @@ class SamplingColumns:
         # Whether `rules` has an entry for the row; most have none, and cost nothing.
         self.is_ruled = np.zeros(max_rows, dtype=np.bool_)
         self.rules: dict[int, LogitRules] = {}
+        # Rows that ask for more than a token each step, rules apart. Mostly there are none, and the
+        # columns that say what they ask for need not be looked at.
+        self.asking: set[int] = set()
 
     def write(self, row: int, entry: AdmittedRow) -> None:
         """Replace what is known of one row."""
@@ -67,6 +70,8 @@ class SamplingColumns:
         self.prompt_logprobs[row] = NO_PROMPT_LOGPROBS if asked is None else asked
         self.pooling[row] = entry.pooling or 0
         self._write_rules(row, read_rules(entry))
+        asks = entry.logprobs or entry.num_candidates or entry.pooling or entry.num_samples > 1
+        self._note_asking(row, asks=bool(asks) or asked is not None)
 
     def fork(self, rows: Int64Array, parents: Int64Array, sequence_indices: Int64Array) -> None:
         """Let rows sample as their parents did before the call, with indices of their own."""
@@ -74,16 +79,25 @@ class SamplingColumns:
             column = getattr(self, name)
             column[rows] = column[parents]
         self.sequence_index[rows] = sequence_indices
+        if self.asking:
+            asking = [parent in self.asking for parent in parents.tolist()]
+            for row, asks in zip(rows.tolist(), asking, strict=True):
+                self._note_asking(row, asks=asks)
         if self.rules:
             taken = [self.rules.get(parent) for parent in parents.tolist()]
             for row, rules in zip(rows.tolist(), taken, strict=True):
                 self._write_rules(row, rules)
 
     def forget(self, rows: Int32Array | Int64Array) -> None:
-        """Drop the rules of rows that are released."""
+        """Drop the rules of rows that are released, and what they ask for."""
+        if self.asking:
+            self.asking.difference_update(rows.tolist())
         if self.rules:
             for row in rows.tolist():
                 self._write_rules(row, None)
+
+    def _note_asking(self, row: int, *, asks: bool) -> None:
+        (self.asking.add if asks else self.asking.discard)(row)
 
     def _write_rules(self, row: int, rules: LogitRules | None) -> None:
         self.is_ruled[row] = rules is not None

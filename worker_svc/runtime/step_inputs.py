@@ -64,8 +64,8 @@ def build_step_inputs(rows: Rows, running: Int64Array, device: torch.device) -> 
     ends = np.cumsum(counts)
     row_of_token = np.repeat(running, counts)
     positions = np.arange(ends[-1]) + np.repeat(seq_lens - ends, counts)
-    apart = rows.num_drafted[running] > 0
-    if apart.any():
+    if rows.has_drafts:
+        apart = rows.num_drafted[running] > 0
         attending, attended, new = _token_by_token(running, seq_lens, counts, apart)
     else:
         attending, attended, new = running, seq_lens, counts
