@@ -236,8 +236,13 @@ async def test_a_cancelled_call_leaves_nothing_behind(model: Path) -> None:
 async def finished(*arguments: str, program: str | None = None) -> tuple[int, str, str]:
     """Run a scheduler that does not come up."""
     process = await (start(*arguments, program=program) if program else start(*arguments))
-    async with asyncio.timeout(60):
-        stdout, stderr = await process.communicate()
+    try:
+        async with asyncio.timeout(60):
+            stdout, stderr = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
     return process.returncode or 0, stdout.decode(), stderr.decode()
 
 
