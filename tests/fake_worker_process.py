@@ -5,6 +5,7 @@ import copy
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -83,7 +84,7 @@ class Connection:
     async def send(self, **message: object) -> None:
         request = worker_pb2.JoinRequest(**message)  # type: ignore[arg-type]  # any kind
         async with self._writing:
-            await self._call.write(request)
+            await _write(self._call, request)
 
     async def ready(self, num_blocks: int) -> None:
         await self.send(ready=worker_pb2.WorkerReady(num_blocks=num_blocks, block_bytes=1))
@@ -142,6 +143,19 @@ class Connection:
         """Wait for the end of the stream, and return why it ended."""
         async with asyncio.timeout(10):
             return await self._call.code(), await self._call.details()
+
+
+async def _write(call: Any, request: worker_pb2.JoinRequest) -> None:
+    """Write as `call.write` does, but that the stream keeps the status which the server gave it.
+
+    Of a write that meets the end of the stream gRPC makes an INTERNAL of its own instead.
+    """
+    if call.done():
+        await call.write(request)
+    try:
+        await call._cython_call.send_serialized_message(request.SerializeToString())
+    except aio.InternalError:
+        await call._raise_for_status()
 
 
 def wire_result(
