@@ -242,23 +242,24 @@ class ModelRunner:
         tokens, failed = self.sampler.sample(scores, rows, positions, self.rows.sampling)
         if raw_failed is not None:
             failed |= raw_failed
-        self._ranks.share_tokens(np.where(failed, _FAILED, tokens))
+        if self._ranks.shard.world_size > 1:
+            self._ranks.share_tokens(np.where(failed, _FAILED, tokens))
         return tokens, failed
 
     def _ruled(
         self, logits: torch.Tensor, rows: Int64Array
-    ) -> tuple[torch.Tensor, npt.NDArray[np.bool_]]:
+    ) -> tuple[torch.Tensor, npt.NDArray[np.bool_] | None]:
         """Return the logits that rows draw from, and rows whose raw ones are told and no numbers.
 
         A copy only where a row with rules also tells of the raw logits; mostly the logits.
         """
-        params, failed = self.rows.sampling, np.zeros(len(rows), dtype=np.bool_)
-        if not params.rules:
-            return logits, failed
+        params = self.rows.sampling
+        if not (params.rules and self._ranks.shard.leads):
+            return logits, None
         ruled = params.is_ruled[rows]
-        if not (ruled.any() and self._ranks.shard.leads):
-            return logits, failed
-        scores = logits
+        if not ruled.any():
+            return logits, None
+        scores, failed = logits, None
         telling = ruled & (params.logprobs[rows] | (params.num_candidates[rows] > 0))
         if telling.any():
             scores = logits.clone()

@@ -63,9 +63,9 @@ def sample(
     # NaN counts as the largest, and +inf is; -inf is a token that cannot be.
     failed = ~np.isfinite(scores[np.arange(len(scores)), best])
     tokens = best.astype(np.int32)
-    temperature = params.temperature[rows]
-    drawing = np.flatnonzero((temperature > GREEDY_TEMPERATURE) & ~failed)
-    if len(drawing):
+    draws = params.temperature[rows] > GREEDY_TEMPERATURE
+    if draws.any():
+        drawing = np.flatnonzero(draws & ~failed)
         drawn = rows[drawing]
         indices = params.sequence_index[drawn]
         tokens[drawing] = _draw(logits, drawing, drawn, indices, positions[drawing], params)

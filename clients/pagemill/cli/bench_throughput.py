@@ -79,7 +79,7 @@ class Result:
     """What a step reads of the weights."""
 
     read_bandwidth_gb_s: float | None = None
-    """What the machine reads in a second, measured behind this run: 10^9 bytes."""
+    """What the machine reads in a second, 10^9 bytes: the mean of before the run and behind it."""
 
     step_over_floor: float | None = None
     """A step's time over that of reading the weights once."""
@@ -146,9 +146,11 @@ class _Bench:
             results = []
             for cell in cells:
                 await self._run(client, _short(cell))
+                before = await self._floor(cell)
                 runs = [await self._run(client, cell) for _ in range(repeat)]
                 runs.sort(key=lambda run: run.wall_s)
-                results.append(await self._with_floor(runs[len(runs) // 2], cell))
+                median = runs[len(runs) // 2]
+                results.append(_with_floors(median, before, await self._floor(cell)))
             return results
 
     async def answer_cells(self, lines: AsyncIterator[str]) -> None:
@@ -208,17 +210,25 @@ class _Bench:
             decode_step_ms=_decode_step_ms(cell, done),
         )
 
-    async def _with_floor(self, run: Result, cell: Cell) -> Result:
-        """Add what reading the weights once would take, where a run had one row."""
-        if cell.num_requests > 1 or run.decode_step_ms is None or self._flags["device"] != "cpu":
-            return run
-        floor: ReadFloor = await read_floor(self._model.path, self._flags)
-        fields = asdict(run) | {
-            "weight_bytes": floor.weight_bytes,
-            "read_bandwidth_gb_s": floor.read_bandwidth_gb_s,
-            "step_over_floor": run.decode_step_ms / floor.step_ms,
-        }
-        return Result(**fields)
+    async def _floor(self, cell: Cell) -> ReadFloor | None:
+        """Return what reading the weights once takes now, where a cell has one row."""
+        if cell.num_requests > 1 or cell.output_len < 2 or self._flags["device"] != "cpu":
+            return None
+        return await read_floor(self._model.path, self._flags)
+
+
+def _with_floors(run: Result, before: ReadFloor | None, behind: ReadFloor | None) -> Result:
+    """Add what reading the weights once takes: the memory of some machines changes its speed."""
+    if before is None or behind is None or run.decode_step_ms is None:
+        return run
+    bandwidth_gb_s = (before.read_bandwidth_gb_s + behind.read_bandwidth_gb_s) / 2
+    floor = ReadFloor(before.weight_bytes, bandwidth_gb_s)
+    fields = asdict(run) | {
+        "weight_bytes": floor.weight_bytes,
+        "read_bandwidth_gb_s": bandwidth_gb_s,
+        "step_over_floor": run.decode_step_ms / floor.step_ms,
+    }
+    return Result(**fields)
 
 
 async def _complete(client: AsyncClient, prompt: Sequence[int], output_len: int) -> Completion:
