@@ -1,8 +1,10 @@
-"""Draws of tokens from logits on a CPU (kernels/cpu/draw.h)."""
+"""Tokens from logits on a CPU: the likeliest, and draws (kernels/cpu/draw.h)."""
 
 import ctypes
 from dataclasses import dataclass
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels import cpu_threads
@@ -43,6 +45,40 @@ class _Draws(ctypes.Structure):
         )),
         *((name, ctypes.c_int64) for name in ("stride", "V", "D", "num_threads")),
     )  # fmt: skip
+
+
+class _Likeliest(ctypes.Structure):
+    """`Likeliest` of kernels/cpu/draw.h, field by field."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("logits", "tokens", "scores")),
+        *((name, ctypes.c_int64) for name in ("stride", "V", "S", "num_threads")),
+    )
+
+
+def likeliest(
+    logits: torch.Tensor, *, code: ctypes.CDLL | None = None
+) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32]]:
+    """Return each row's first largest logit: its place, and itself. NaN counts as the largest.
+
+    Shapes: logits [S, V] fp32, each row contiguous; returns [S] each.
+
+    Raises: ValueError if a shape, layout or dtype is not so.
+    """
+    _check_logits(logits)
+    S, V = logits.shape
+    code = code or native_code()
+    if code is None:
+        rows = logits.numpy()
+        places = rows.argmax(axis=-1)
+        return places.astype(np.int32), rows[np.arange(S), places]
+    tokens, scores = np.empty(S, dtype=np.int32), np.empty(S, dtype=np.float32)
+    arguments = _Likeliest(
+        logits.data_ptr(), tokens.ctypes.data, scores.ctypes.data, logits.stride(0), V, S,
+        cpu_threads.num_threads(),
+    )  # fmt: skip
+    code.pagemill_likeliest(ctypes.byref(arguments))
+    return tokens, scores
 
 
 def draw(logits: torch.Tensor, draws: Draws, *, code: ctypes.CDLL | None = None) -> torch.Tensor:
@@ -89,11 +125,15 @@ def _draw_one_by_one(logits: torch.Tensor, draws: Draws) -> torch.Tensor:
     return torch.tensor(tokens, dtype=torch.int32)
 
 
-def _check(logits: torch.Tensor, draws: Draws) -> None:
+def _check_logits(logits: torch.Tensor) -> None:
     if logits.dim() != 2 or logits.dtype != torch.float32 or logits.shape[1] == 0:
         raise ValueError(f"logits is {list(logits.shape)} {logits.dtype}, must be [S, V] float32")
     if logits.device.type != "cpu" or (len(logits) and logits.stride(1) != 1):
         raise ValueError(f"logits is on {logits.device} with strides {logits.stride()}")
+
+
+def _check(logits: torch.Tensor, draws: Draws) -> None:
+    _check_logits(logits)
     if draws.places.dim() != 1:
         raise ValueError(f"places is {list(draws.places.shape)}, must be [D]")
     for name, dtype in (

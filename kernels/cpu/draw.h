@@ -226,3 +226,49 @@ extern "C" int pagemill_draw(const Draws* a) {
     }
     return 0;
 }
+
+// Mirrored in kernels/cpu_draw.py.
+struct Likeliest {
+    const float* logits;  // [S, V], each row contiguous
+    int32_t* tokens;      // [S]
+    float* scores;        // [S] the tokens' logits
+    int64_t stride, V, S;
+    int64_t num_threads;
+};
+
+// Finds the first of a row's largest logits. NaN counts as the largest.
+static void find_likeliest(const Likeliest& a, int64_t s) {
+    const float* row = a.logits + s * a.stride;
+    constexpr int CHAINS = 4;  // one would wait for itself
+    vec most[CHAINS];
+    ivec is_nan{};
+    for (vec& each : most) each = splat(-INFINITY);
+    int64_t v = 0;
+    for (; v + CHAINS * W <= a.V; v += CHAINS * W) {
+#pragma GCC unroll 4
+        for (int i = 0; i < CHAINS; ++i) {
+            vec x = load(row + v + i * W);
+            most[i] = larger(most[i], x);
+            is_nan |= x != x;
+        }
+    }
+    float best = largest(larger(larger(most[0], most[1]), larger(most[2], most[3])));
+    bool none = sum_of(is_nan) != 0;
+    for (; v < a.V; ++v) {
+        best = row[v] > best ? row[v] : best;
+        none |= row[v] != row[v];
+    }
+    auto is_it = [&](float x) { return none ? x != x : x == best; };
+    // A vector at a time up to the one that has it.
+    for (v = 0; v + W <= a.V; v += W) {
+        vec x = load(row + v);
+        if (sum_of(none ? x != x : x == splat(best))) break;
+    }
+    while (!is_it(row[v])) ++v;
+    a.tokens[s] = (int32_t)v;
+    a.scores[s] = row[v];
+}
+
+extern "C" void pagemill_likeliest(const Likeliest* a) {
+    over_units(a->S, a->num_threads, [&](int64_t s) { find_likeliest(*a, s); });
+}

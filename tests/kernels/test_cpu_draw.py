@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from kernels import cpu_threads
 from kernels.cpu_build import native_code
-from kernels.cpu_draw import Draws, draw
+from kernels.cpu_draw import Draws, draw, likeliest
 from kernels.reference_draw import draw_token
 from native_variants import variant, variants
 
@@ -28,6 +28,39 @@ def draws(places: list[int], shares: list[float], **filters: Any) -> Draws:
     return Draws(
         places=torch.tensor(places), shares=torch.tensor(shares, dtype=torch.float64), **columns
     )
+
+
+@variants
+@settings(max_examples=60, deadline=None)
+@given(
+    rows=st.integers(0, 4),
+    vocab=st.integers(1, 70) | st.just(3001),
+    distinct=st.integers(1, 40),
+    special=st.dictionaries(
+        st.integers(0, 8000), st.sampled_from([np.nan, np.inf, -np.inf]), max_size=6
+    ),
+    seed=st.integers(0, 999),
+)
+def test_the_likeliest_is_the_first_of_the_largest_and_nan_is_larger(
+    name: str, rows: int, vocab: int, distinct: int, special: dict[int, float], seed: int
+) -> None:
+    rng = np.random.default_rng(seed)
+    whole = rng.integers(-distinct, 1, (rows, vocab + 3)).astype(np.float32)
+    for place, value in special.items():
+        if rows:
+            whole.reshape(-1)[place % whole.size] = value
+    logits = whole[:, :vocab]
+    tokens, scores = likeliest(torch.from_numpy(logits), code=variant(name))
+    assert tokens.tolist() == logits.argmax(axis=-1).tolist()
+    np.testing.assert_array_equal(scores, logits[np.arange(rows), tokens])
+
+
+def test_a_row_of_nothing_but_impossible_tokens_names_the_first() -> None:
+    tokens, scores = likeliest(torch.full((2, 33), -torch.inf))
+    assert tokens.tolist() == [0, 0]
+    assert scores.tolist() == [-np.inf] * 2
+    with pytest.raises(ValueError, match="logits is"):
+        likeliest(torch.zeros(2, 3, dtype=torch.bfloat16))
 
 
 @variants

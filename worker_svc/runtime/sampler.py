@@ -8,7 +8,7 @@ import torch
 
 from kernels import cpu_draw
 from worker_svc.runtime.sampling_columns import SamplingColumns
-from worker_svc.runtime.step_plan import Float32Array, Int32Array, Int64Array
+from worker_svc.runtime.step_plan import Int32Array, Int64Array
 
 Float64Array: TypeAlias = npt.NDArray[np.float64]
 UInt64Array: TypeAlias = npt.NDArray[np.uint64]
@@ -58,11 +58,9 @@ def sample(
         equal logits the lower id is the more likely one, also for greedy rows.
     """
     logits = logits.cpu()
-    scores: Float32Array = logits.numpy()
-    best = scores.argmax(axis=-1)
+    tokens, scores = cpu_draw.likeliest(logits)
     # NaN counts as the largest, and +inf is; -inf is a token that cannot be.
-    failed = ~np.isfinite(scores[np.arange(len(scores)), best])
-    tokens = best.astype(np.int32)
+    failed = ~np.isfinite(scores)
     draws = params.temperature[rows] > GREEDY_TEMPERATURE
     if draws.any():
         drawing = np.flatnonzero(draws & ~failed)
