@@ -5,6 +5,7 @@ import copy
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -73,6 +74,7 @@ class Connection:
         self.execute_ns = 9
         """What each step says it took."""
         self.plans: list[worker_pb2.StepPlan] = []
+        self.num_heartbeats = 0
         self.changes: list[tuple[int, worker_pb2.AdapterChange]] = []
         """Of adapters, each with the number of plans that came before."""
         self._to_do: asyncio.Queue[worker_pb2.StepPlan] = asyncio.Queue()
@@ -82,7 +84,7 @@ class Connection:
     async def send(self, **message: object) -> None:
         request = worker_pb2.JoinRequest(**message)  # type: ignore[arg-type]  # any kind
         async with self._writing:
-            await self._call.write(request)
+            await _write(self._call, request)
 
     async def ready(self, num_blocks: int) -> None:
         await self.send(ready=worker_pb2.WorkerReady(num_blocks=num_blocks, block_bytes=1))
@@ -111,6 +113,7 @@ class Connection:
         """Send heartbeats until cancelled."""
         while not self._silent:
             await self.send(heartbeat=worker_pb2.Heartbeat(phase=worker_pb2.WORKER_PHASE_IDLE))
+            self.num_heartbeats += 1
             await asyncio.sleep(self.ack.heartbeat_s)
 
     async def listen(self) -> None:
@@ -140,6 +143,19 @@ class Connection:
         """Wait for the end of the stream, and return why it ended."""
         async with asyncio.timeout(10):
             return await self._call.code(), await self._call.details()
+
+
+async def _write(call: Any, request: worker_pb2.JoinRequest) -> None:
+    """Write as `call.write` does, but that the stream keeps the status which the server gave it.
+
+    Of a write that meets the end of the stream gRPC makes an INTERNAL of its own instead.
+    """
+    if call.done():
+        await call.write(request)
+    try:
+        await call._cython_call.send_serialized_message(request.SerializeToString())
+    except aio.InternalError:
+        await call._raise_for_status()
 
 
 def wire_result(

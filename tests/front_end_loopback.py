@@ -132,8 +132,8 @@ async def loopback(
     else:
         address = f"unix:{unix_socket}"
         server.add_insecure_port(address)
-    await server.start()
     try:
+        await server.start()
         async with aio.insecure_channel(address, options=options) as channel:
             yield Loopback(
                 door,

@@ -1,7 +1,7 @@
 """What a test makes of a server's answers."""
 
 import asyncio
-from collections.abc import AsyncIterable, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterable, Awaitable, Callable, Iterator, Sequence
 
 import pytest
 from grpc import aio
@@ -30,6 +30,18 @@ async def refusal_of(call: Awaitable[object] | AsyncIterable[object]) -> aio.Aio
     except aio.AioRpcError as error:
         return error
     pytest.fail("the call went well")
+
+
+def deadlines(first_s: float, reached: Callable[[], bool]) -> Iterator[float]:
+    """Yield seconds for a call that must run out of time, until one came as far as it should.
+
+    A machine that stalls may use up a short time on the way; the next is four times as long.
+    """
+    for factor in (1, 4, 16, 64):
+        yield first_s * factor
+        if reached():
+            return
+    pytest.fail("no call came as far in its time")
 
 
 async def eventually(claim: Callable[[], bool], within_s: float = 5.0) -> None:

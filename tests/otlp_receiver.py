@@ -68,8 +68,8 @@ async def otlp_receiver() -> AsyncIterator[Receiver]:
     add_TraceServiceServicer_to_server(receiver, server)  # type: ignore[no-untyped-call]
     port = server.add_insecure_port("127.0.0.1:0")
     receiver.endpoint = f"http://127.0.0.1:{port}"
-    await server.start()
     try:
+        await server.start()
         yield receiver
     finally:
         await server.stop(None)

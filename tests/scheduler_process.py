@@ -111,7 +111,8 @@ async def scheduler(
     finally:
         if process.returncode is None:
             process.kill()
-            await process.communicate()
+        # Of one that has ended, too: pipes with something in them stay open.
+        await process.communicate()
 
 
 async def is_serving(channel: aio.Channel, service: str = "") -> bool:

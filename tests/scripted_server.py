@@ -267,8 +267,8 @@ async def serving(script: ScriptedServer, address: str = "127.0.0.1:0") -> Async
     admin_pb2_grpc.add_AdminServicer_to_server(cast("Any", script), server)
     health_pb2_grpc.add_HealthServicer_to_server(script, server)
     port = server.add_insecure_port(address)
-    await server.start()
     try:
+        await server.start()
         yield address if address.startswith("unix:") else f"127.0.0.1:{port}"
     finally:
         await server.stop(None)

@@ -99,9 +99,9 @@ async def listening(
     server = aio.server()
     add_worker_servicer(server, listener.group)
     listener.address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
     loop = asyncio.create_task(listener.engine.run())
     try:
+        await server.start()
         yield listener
     finally:
         loop.cancel()

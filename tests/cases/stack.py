@@ -301,7 +301,6 @@ async def serving(
     task = asyncio.create_task(
         server._serve(parts, public, workers, given.drain_timeout, stop, announced.append)
     )
-    await until(lambda: len(announced) == 2 or task.done())
     client = AsyncClient(public.address)
     stack = Stack(
         model, parts.engine, client, public.address, workers.address, registry, task, stop
@@ -310,6 +309,7 @@ async def serving(
     stack.calculate_kv_scales = calculate_kv_scales
     try:
         async with client:
+            await until(lambda: len(announced) == 2 or task.done())
             if join:
                 await stack.add_worker(step_s=step_s)
             yield stack
@@ -317,9 +317,11 @@ async def serving(
         for worker in stack.workers:
             worker.host.may_step.set()
         stop.set()
-        await task
-        for worker in stack.workers:
-            await asyncio.to_thread(worker.stop)
+        try:
+            await task
+        finally:
+            for worker in stack.workers:
+                await asyncio.to_thread(worker.stop)
 
 
 async def until(condition: Callable[[], bool], within_s: float = WAIT_S) -> None:

@@ -6,6 +6,7 @@ import sys
 import time
 from asyncio.subprocess import PIPE
 from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from grpc import aio
 
 from cases.conftest import Reference
 from cases.raw_stream import raw_call
-from cases.stack import RecordingHost, Stack, serving, start_worker, until
+from cases.stack import RecordingHost, RunningWorker, Stack, serving, start_worker, until
 from cases.table_llama import successors_of
+from grpc_answers import deadlines
 from pagemill.client import (
     Accepted,
     AlreadyExistsError,
@@ -153,12 +155,16 @@ async def test_case_G_03_fifty_streams_are_cancelled_at_once(slow: Stack) -> Non
 
 
 async def test_case_G_03_an_expired_call_computes_nothing_more(slow: Stack) -> None:
-    tasks = len(asyncio.all_tasks())
-    begin = time.monotonic()
-    with pytest.raises(DeadlineExceededError):
-        await slow.client.complete(prompt=[0], temperature=0, max_tokens=2000, timeout=0.3)
+    tasks, seen = len(asyncio.all_tasks()), slow.scheduler._next_sequence
+    for timeout_s in deadlines(0.3, lambda: slow.scheduler._next_sequence > seen):
+        begin = time.monotonic()
+        with pytest.raises(DeadlineExceededError):
+            await slow.client.complete(
+                prompt=[0], temperature=0, max_tokens=2000, timeout=timeout_s
+            )
+        assert time.monotonic() - begin > 0.8 * timeout_s
     steps = len(slow.steps)
-    assert 0.25 < time.monotonic() - begin < 2
+    assert steps < 1000  # of 2000
     await _is_over(slow, steps, tasks, 1)
 
 
@@ -176,11 +182,13 @@ async def test_case_G_03_a_killed_client_computes_nothing_more(slow: Stack) -> N
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", CLIENT, slow.address), stdout=PIPE
     )
-    assert process.stdout is not None
-    assert (await asyncio.wait_for(process.stdout.readline(), 60)) == b"three\n"
-    steps = len(slow.steps)
-    process.kill()
-    await process.wait()
+    try:
+        assert process.stdout is not None
+        assert (await asyncio.wait_for(process.stdout.readline(), 60)) == b"three\n"
+        steps = len(slow.steps)
+    finally:
+        process.kill()
+        await process.communicate()
     await slow.idle(within_s=3)
     assert len(slow.steps) - steps <= 3  # the kernel closes the connection in the meantime
     assert aborts(slow) == 1
@@ -265,19 +273,26 @@ class Drained:
         self._model, self._flags = model, flags
 
     async def __aenter__(self) -> "Drained":
-        self._context = scheduler(
-            self._model, "--num-gpu-blocks-override", "4096", "--max-num-seqs", "5", *self._flags
-        )
-        self.process = await self._context.__aenter__()
-        self.worker = start_worker(RecordingHost(self._model, None, 0.02), self.process.workers)
-        self.channel = aio.insecure_channel(self.process.address)
-        await until_serving(self.channel)
+        flags = ("--num-gpu-blocks-override", "4096", "--max-num-seqs", "5", *self._flags)
+        async with AsyncExitStack() as stack:
+            workers = list[RunningWorker]()
+
+            async def stop_workers() -> None:
+                for worker in workers:
+                    await asyncio.to_thread(worker.stop)
+
+            stack.push_async_callback(stop_workers)
+            self.process = await stack.enter_async_context(scheduler(self._model, *flags))
+            self.worker = start_worker(RecordingHost(self._model, None, 0.02), self.process.workers)
+            workers.append(self.worker)
+            channel = aio.insecure_channel(self.process.address)
+            self.channel = await stack.enter_async_context(channel)
+            await until_serving(self.channel)
+            self._open = stack.pop_all()
         return self
 
     async def __aexit__(self, *error: Any) -> None:
-        await self.channel.close()
-        await self._context.__aexit__(*error)
-        await asyncio.to_thread(self.worker.stop)
+        await self._open.__aexit__(*error)
 
 
 async def test_case_G_07_a_drain_lets_running_and_queued_requests_end(bench_t: Path) -> None:
@@ -308,15 +323,16 @@ async def test_case_G_07_at_the_drain_limit_a_long_stream_keeps_what_it_has(benc
         answer = Answer([])
         reading = asyncio.create_task(_read(served.channel, answer))
         await until(lambda: len(served.worker.host.steps) > 5)
-        begin = time.monotonic()
+        begin, steps = time.monotonic(), len(served.worker.host.steps)
         served.process.send(signal.SIGTERM)
         await reading
-        assert 0.9 < time.monotonic() - begin < 3
+        assert time.monotonic() - begin > 0.9
+        # It was not late, either: fifty steps take a second.
+        assert len(served.worker.host.steps) - steps < 150
         assert answer.code is grpc.StatusCode.UNAVAILABLE
         assert len(answer.tokens) > 10
         assert answer.tokens == successors_of(1, len(answer.tokens))
         assert (await served.process.end())[0] == 0
-        assert time.monotonic() - begin < 5
 
 
 async def _read(channel: aio.Channel, answer: Answer) -> None:

@@ -17,6 +17,7 @@ from prometheus_client import generate_latest
 
 from cases.stack import Stack, held, serving, until
 from cases.table_llama import successors_of
+from grpc_answers import deadlines
 from otlp_receiver import Receiver, attributes, otlp_receiver
 from pagemill.client import (
     AsyncClient,
@@ -312,8 +313,12 @@ async def _calls(stack: Stack) -> None:
         await anext(events)
         await events.aclose()
     await stack.idle()
-    with pytest.raises(DeadlineExceededError):
-        await call(3, max_tokens=50, timeout=0.05)
+    stack.workers[0].host.step_s = 0.1
+    seen = stack.scheduler._next_sequence
+    for timeout_s in deadlines(0.05, lambda: stack.scheduler._next_sequence > seen):
+        with pytest.raises(DeadlineExceededError):
+            await call(3, max_tokens=50, timeout=timeout_s)
+    stack.workers[0].host.step_s = 0.005
     with pytest.raises(InvalidArgumentError):
         await call(4, prompt=[-1])
     with pytest.raises(InvalidArgumentError):

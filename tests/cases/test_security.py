@@ -26,6 +26,7 @@ from pagemill.client import (
 )
 from pagemill.v1 import admin_pb2, control_pb2, generation_pb2, inference_pb2, worker_pb2
 from pagemill.v1.inference_pb2 import GenerateRequest
+from raw_connections import connection
 from scheduler_process import is_serving, scheduler
 from scheduler_svc.config import SchedulerSettings
 from worker_svc.errors import ModelError
@@ -103,12 +104,11 @@ async def test_case_J_01_a_pickle_is_nowhere_loaded(bench_t: Path, tmp_path: Pat
     async with scheduler(bench_t) as served:
         for address in (served.address, served.workers):
             host, _, port = address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(payload)
-            await writer.drain()
-            writer.write_eof()
-            await asyncio.wait_for(reader.read(), 30)
-            writer.close()
+            async with connection(int(port), host) as (reader, writer):
+                writer.write(payload)
+                await writer.drain()
+                writer.write_eof()
+                await asyncio.wait_for(reader.read(), 30)
         async with (
             aio.insecure_channel(served.address) as public,
             aio.insecure_channel(served.workers) as workers,

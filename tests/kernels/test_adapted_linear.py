@@ -164,6 +164,61 @@ def test_gate_and_up_are_changed_before_they_are_multiplied(
     assert_rounded_once(case.run(x, adapter_of), case.exact(x, adapter_of))
 
 
+@settings(max_examples=30, deadline=None)
+@given(
+    shapes=st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=2, max_size=5),
+    of_layers=st.lists(st.tuples(*[ranks] * 5), min_size=1, max_size=3),
+    seed=st.integers(0, 1000),
+)
+def test_an_adapter_adds_to_each_layer_what_is_that_layers(
+    shapes: list[tuple[int, int]], of_layers: list[Ranks], seed: int
+) -> None:
+    """All that an adapter adds is packed into one piece of memory."""
+    code, tokens = native_code(), AdaptedTokens()
+    assert code is not None
+    weights = [drawn(seed + number, *shape, dtype=FP32) for number, shape in enumerate(shapes)]
+    layers = [AdaptedLinear(PackedLinear(each), tokens, n) for n, each in enumerate(weights)]
+    parts = [
+        {
+            number: LowRankPart(
+                0,
+                drawn(seed + 10 * place + number, rank, inputs, dtype=FP32),
+                drawn(seed + 11 * place + number, outputs, rank, dtype=FP32),
+            )
+            for number, (rank, (outputs, inputs)) in enumerate(zip(each, shapes, strict=False))
+            if rank
+        }
+        for place, each in enumerate(of_layers, start=1)
+    ]
+    laid_out = {number: layer.shape for number, layer in enumerate(layers)}
+    adapters = [PackedAdapter(laid_out, {n: [p] for n, p in each.items()}, code) for each in parts]
+    adapter_of = [-1, *range(len(adapters))]
+    tokens.begin(adapters, np.array(adapter_of, np.int32))
+    for number, (layer, weight) in enumerate(zip(layers, weights, strict=True)):
+        x = drawn(seed + 7, len(adapter_of), weight.shape[1], dtype=FP32)
+        expected = x.double() @ weight.double().T
+        for token, each in enumerate(parts, start=1):
+            if part := each.get(number):
+                expected[token] += part.b.double() @ (part.a.double() @ x[token].double())
+        assert_rounded_once(layer(x), expected.float())
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_matrices_that_are_views_of_others_are_taken_as_they_are_seen(dtype: torch.dtype) -> None:
+    """A rank of several takes columns of some matrices; some checkpoints hold others transposed."""
+    whole_a, turned_b = drawn(1, 5, 12, dtype=dtype), drawn(2, 5, 16, dtype=dtype)
+    views = whole_a[:, 4:8], turned_b.T
+    case = Case([8, 8], 4, dtype, [])
+    x, code = drawn(3, 6, 4, dtype=dtype), native_code()
+    assert code is not None
+    found = []
+    for a, b in (views, [view.contiguous() for view in views]):
+        adapter = PackedAdapter({3: case.layer.shape}, {3: [LowRankPart(0, a, b)]}, code)
+        case.tokens.begin([adapter], np.zeros(6, np.int32))
+        found.append(case.layer(x))
+    assert torch.equal(*found)
+
+
 @variants
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("gate", [None, Activation.SILU])
@@ -278,6 +333,8 @@ def test_parts_that_do_not_fit_are_refused() -> None:
     parts_of(LowRankPart(0, a, b * 1e5), dtype=BF16)
     with pytest.raises(ValueError, match=r"not all is finite in torch\.float16"):
         parts_of(LowRankPart(0, a, b * 1e5), dtype=FP16)
+    with pytest.raises(ValueError, match=r"not all is finite in torch\.float32"):
+        parts_of(LowRankPart(0, a / 0, b))
 
 
 def test_what_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -188,7 +188,7 @@ def test_fp8_caches_have_scales_of_their_own_in_each_layer(
     assert same(kv, expected_kv)
 
 
-@pytest.mark.parametrize("read", [[], [0], [4, 5, 7], list(range(8))])
+@pytest.mark.parametrize("read", [[], [0], [1, 2, 5], [4, 5, 7], list(range(8))])
 @pytest.mark.parametrize("parts", ["", "gemma3"])
 def test_tokens_that_are_read_are_as_if_all_were(parts: str, read: list[int]) -> None:
     draw = torch.Generator().manual_seed(6)
@@ -205,7 +205,7 @@ def test_tokens_that_are_read_are_as_if_all_were(parts: str, read: list[int]) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("read", [[], [0], [4, 5, 7], list(range(8))])
+@pytest.mark.parametrize("read", [[], [0], [1, 2, 5], [4, 5, 7], list(range(8))])
 def test_logits_of_tokens_that_are_read_are_those_of_a_head_by_itself(
     dtype: torch.dtype, read: list[int]
 ) -> None:

@@ -1,6 +1,9 @@
 """Native code on a CPU agrees with its references, for every width of vectors it is built for."""
 
+import itertools
+import math
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -46,15 +49,17 @@ def run(
     return out
 
 
-def assert_close(case: Case, out: torch.Tensor) -> None:
-    """Check for one rounding of the result, and half a unit for weights rounded to q's type."""
+def assert_close(case: Case, out: torch.Tensor, noise: float = 1e-5) -> None:
+    """Check for one rounding of the result, and half a unit for weights rounded to q's type.
+
+    `noise`: fp32's, of sums over some hundred keys, in units of the largest value in sight.
+    """
     exact = case.expected()
     unit = UNIT[out.dtype]
-    # fp32 noise of sums over some hundred keys, in units of the largest value in sight.
     size = max(1.0, float(case.v_cache.float().nan_to_num().abs().max()))
     if case.scales is not None:
         size *= max(1.0, float(case.scales.v.max()))
-    noise = (1e-5 + (unit / 2 if out.dtype == torch.bfloat16 else 0.0)) * size
+    noise = (noise + (unit / 2 if out.dtype == torch.bfloat16 else 0.0)) * size
     torch.testing.assert_close(out.float(), exact, rtol=unit, atol=noise)
 
 
@@ -152,6 +157,78 @@ def test_nan_in_a_key_or_value_in_sight_is_not_swallowed(name: str, *, decode: b
                              None if decode else case.query_start_loc, case.scale,
                              code=variant(name))  # fmt: skip
                 assert out[-1].isnan().any()
+
+
+# What is added to each element of some tokens' keys. Scores are some 260 apart then, and
+# exp(89) is more than fp32 holds.
+SHIFTS = (-math.inf, -25.0, 0.0, 25.0)
+shifts = st.sampled_from(SHIFTS)
+
+
+def shifted(
+    pieces: Iterable[tuple[int, float]], dtype: torch.dtype, new: int = 1, window: int | None = None
+) -> Case:
+    """Return one request, of pieces of so many tokens with a shift each."""
+    of_token = torch.cat([torch.full((count,), shift) for count, shift in pieces])
+    length = len(of_token)
+    case = make_case([(length, new)], heads=(6, 2), dtype=dtype, window=window)
+    case.q.copy_(case.q.abs() + 0.5)
+    place = torch.arange(length)
+    blocks = case.block_tables[0, place // 16].long()
+    there = blocks >= 0
+    slots = blocks[there], (place % 16)[there]
+    case.k_cache[slots] += of_token.to(dtype)[there, None, None]
+    return case
+
+
+@variants
+@settings(max_examples=40)
+@given(
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    pieces=st.lists(st.tuples(st.integers(1, 300), shifts), max_size=4),
+    last=st.tuples(st.integers(3, 20), st.sampled_from(SHIFTS[1:])),
+    new=st.sampled_from([1, 3]),
+    window=st.none() | st.integers(1, 500),
+    num_threads=threads,
+    lanes=st.booleans(),
+)
+def test_scores_may_lie_as_far_apart_as_they_like_and_some_at_minus_infinity(
+    name: str, dtype: torch.dtype, pieces: list[tuple[int, float]], last: tuple[int, float],
+    new: int, window: int | None, num_threads: int, *, lanes: bool,
+) -> None:  # fmt: skip
+    """Whole tiles in which nothing has weight among them."""
+    case = shifted([*pieces, last], dtype, new, window)
+    # Of scores of some hundred, fp32 keeps as much.
+    assert_close(case, run(case, name, num_threads, decode=new == 1, lanes=lanes), noise=1e-3)
+
+
+@variants
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_parts_may_lie_as_far_apart_as_they_like_in_any_order(
+    name: str, dtype: torch.dtype
+) -> None:
+    for order in itertools.permutations(SHIFTS):
+        case = shifted([(300, shift) for shift in order], dtype)
+        assert_close(case, run(case, name, 3, decode=True, lanes=True), noise=1e-3)
+
+
+@variants
+@pytest.mark.parametrize("new", [1, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_of_one_request_stays_in_it(name: str, dtype: torch.dtype, new: int) -> None:
+    """The others are computed after it, where it was computed."""
+    lengths = [(length, new) for length in (40, 17, 3, 300, 64)]
+    for lanes in (False, True):
+        case = make_case(lengths, dtype=dtype)
+        clean = run(case, name, decode=new == 1, lanes=lanes)
+        for cache in (case.k_cache, case.v_cache):
+            cache[case.block_tables[0, 0]] = NAN
+        caches = case.k_cache, case.v_cache
+        out = attend(case.q, *(to_lanes(*caches) if lanes else caches), case.block_tables,
+                     case.seq_lens, case.query_start_loc, case.scale, num_threads=1,
+                     code=variant(name))  # fmt: skip
+        assert out[:new].isnan().all()
+        assert torch.equal(out[new:], clean[new:])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -234,12 +234,12 @@ async def test_what_a_worker_cannot_load_again_is_lost() -> None:
 async def test_a_worker_that_does_not_load_in_time_is_let_go(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("scheduler_svc.service.adapter_desk.LOAD_LIMIT_S", 0.01)
     desk = AdapterDesk(1)
     old, new = Link(desk), Link(desk)
     old.join()
     await load(desk, [old], "poet", 1)
     desk.leave(old)
+    monkeypatch.setattr("scheduler_svc.service.adapter_desk.LOAD_LIMIT_S", 0.01)
     new.join()
     async with asyncio.timeout(10):
         while not new.failures:

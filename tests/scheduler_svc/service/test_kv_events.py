@@ -65,8 +65,8 @@ async def served(max_events: int = 1000) -> "AsyncIterator[tuple[Bench, ControlA
     server = aio.server()
     add_public_services(server, bench.engine, front_end(), feed)
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
     try:
+        await server.start()
         async with running(bench), aio.insecure_channel(address) as channel:
             yield bench, ControlStub(channel)
     finally:

@@ -41,8 +41,8 @@ async def stubs(bench: Bench) -> "AsyncIterator[tuple[AdminAsyncStub, ControlAsy
     server = aio.server()
     add_public_services(server, bench.engine, front_end())
     address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
-    await server.start()
     try:
+        await server.start()
         async with aio.insecure_channel(address) as channel:
             yield AdminStub(channel), ControlStub(channel)
     finally:

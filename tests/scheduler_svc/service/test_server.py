@@ -19,6 +19,7 @@ from pagemill.v1.admin_pb2 import PinRequest, UnpinRequest
 from pagemill.v1.admin_pb2_grpc import AdminStub
 from pagemill.v1.control_pb2 import SubscribeKvEventsRequest
 from pagemill.v1.control_pb2_grpc import ControlStub
+from raw_connections import connection
 from scheduler_process import (
     Answer,
     SchedulerProcess,
@@ -235,8 +236,13 @@ async def test_a_cancelled_call_leaves_nothing_behind(model: Path) -> None:
 async def finished(*arguments: str, program: str | None = None) -> tuple[int, str, str]:
     """Run a scheduler that does not come up."""
     process = await (start(*arguments, program=program) if program else start(*arguments))
-    async with asyncio.timeout(60):
-        stdout, stderr = await process.communicate()
+    try:
+        async with asyncio.timeout(60):
+            stdout, stderr = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
     return process.returncode or 0, stdout.decode(), stderr.decode()
 
 
@@ -315,11 +321,10 @@ async def metrics_page(running: SchedulerProcess) -> str:
         raise AssertionError("no pipe")
     async with asyncio.timeout(10):
         told = json.loads(await running.process.stderr.readline())["metrics"]
-        reader, writer = await asyncio.open_connection(*told.split(":"))
-        writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
-        page = (await reader.read(-1)).decode()
-        writer.close()
-    return page
+        host, _, port = told.rpartition(":")
+        async with connection(int(port), host) as (reader, writer):
+            writer.write(b"GET /metrics HTTP/1.1\r\n\r\n")
+            return (await reader.read(-1)).decode()
 
 
 async def test_pins_events_and_residency_are_served_as_set(model: Path) -> None:

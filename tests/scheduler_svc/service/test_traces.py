@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from front_end_loopback import EOS, Loopback, front_end, loopback
+from grpc_answers import deadlines
 from otlp_receiver import Receiver, attributes, otlp_receiver
 from pagemill.v1.generation_pb2 import Sampling, Stopping
 from pagemill.v1.inference_pb2 import GenerateRequest
@@ -221,7 +222,8 @@ async def test_cancelled_and_expired_requests_are_spans(
 
     receiver.spans.clear()
     served.door.step_s = 1.0
-    await generate(served, FIVE, timeout=0.1)
+    for timeout_s in deadlines(0.1, lambda: len(served.door.submissions) > 1):
+        await generate(served, FIVE, timeout=timeout_s)
     said = attributes(list((await span_of(receiver, traces)).attributes))
     assert said["error.type"] == "DEADLINE_EXCEEDED"
 

@@ -1,7 +1,6 @@
 """A worker's stream over real gRPC: what fits is served, what does not costs that stream alone."""
 
 import asyncio
-import time
 
 import grpc
 import numpy as np
@@ -12,6 +11,7 @@ from grpc import aio
 from engine_door_use import ask, submission, until
 from fake_worker import generate_alone
 from fake_worker_process import dialled, hello, wire_result, working
+from loop_clock import LoopClock, turn
 from pagemill.v1 import worker_pb2
 from scheduler_svc.core.step_plan import StepResult
 from scheduler_svc.service.group_events import StepArrived
@@ -73,41 +73,42 @@ HEARTBEAT = worker_pb2.JoinRequest(
 ).SerializeToString()
 
 
-async def test_a_worker_that_speaks_is_kept() -> None:
-    owner = Owner()
-    link = WorkerLink(hello(), worker_pb2.JoinAck(heartbeat_s=0.1), owner)
-    for _ in range(50):
-        await asyncio.sleep(0.01)
+async def test_a_worker_that_speaks_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, owner = LoopClock(monkeypatch), Owner()
+    link = WorkerLink(hello(), worker_pb2.JoinAck(heartbeat_s=10.0), owner)
+    for _ in range(10):
+        await clock.pass_(25.0)
         link.receive(HEARTBEAT)
     assert owner.gone == []
     link.close("the test is over")
     assert owner.gone == ["the test is over"]
 
 
-async def test_a_scheduler_that_slept_itself_gives_its_worker_another_heartbeat() -> None:
-    owner = Owner()
-    link = WorkerLink(hello(), worker_pb2.JoinAck(heartbeat_s=0.1), owner)
-    # Nothing on this loop runs meanwhile, as in a long pause of the process.
-    time.sleep(0.5)
-    await asyncio.sleep(0)
-    await asyncio.sleep(0)
+async def test_a_scheduler_that_slept_itself_gives_its_worker_another_heartbeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, owner = LoopClock(monkeypatch), Owner()
+    link = WorkerLink(hello(), worker_pb2.JoinAck(heartbeat_s=10.0), owner)
+    clock.jump(50.0)
+    await turn()
     assert owner.gone == []
     link.receive(HEARTBEAT)
     assert link.state().phase == "running"
-    await until(lambda: bool(owner.gone))
+    await clock.pass_(40.0)
     assert "no heartbeat for" in owner.gone[0]
 
 
-async def test_a_stop_as_long_as_the_limit_costs_no_worker_that_spoke_before_it() -> None:
-    owner = Owner()
-    link = WorkerLink(hello(), worker_pb2.JoinAck(heartbeat_s=0.2), owner)
+async def test_a_stop_as_long_as_the_limit_costs_no_worker_that_spoke_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock, owner = LoopClock(monkeypatch), Owner()
+    link = WorkerLink(hello(), worker_pb2.JoinAck(heartbeat_s=10.0), owner)
     # The worker, stopped as well, spoke a while ago.
-    for pause_s in (0.16, 0.5, 0.62):
+    for pause_s in (8.0, 25.0, 31.0):
         link.receive(HEARTBEAT)
-        await asyncio.sleep(0.15)
-        time.sleep(pause_s)
-        await asyncio.sleep(0)
-        await asyncio.sleep(0)
+        await clock.pass_(7.5)
+        clock.jump(pause_s)
+        await turn()
         assert owner.gone == []
     link.close("the test is over")
 
