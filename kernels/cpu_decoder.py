@@ -298,7 +298,8 @@ class Decoder:
         itemsize, turns = self._dtype.itemsize, T * self._head_dim // 2 * 4
         arguments, groups = self._arguments, self._groups
         sizes = [T * width * itemsize for width in self._widths]
-        sizes.append(num_logits * arguments.head.O * itemsize)
+        widened = self._dtype != torch.float32
+        sizes.append(num_logits * arguments.head.O * itemsize if widened else 0)
         sizes.extend([turns] * (2 * len(groups)))
         sizes = [-(-size // _LINE_BYTES) * _LINE_BYTES for size in sizes]
         if sum(sizes) > self._scratch.nbytes:
@@ -312,7 +313,7 @@ class Decoder:
             arguments.normed, arguments.added, arguments.qkv, arguments.mixed, arguments.inner,
             arguments.scores, *angles,
         ) = places  # fmt: skip
-        if self._dtype == torch.float32:
+        if not widened:
             arguments.scores = arguments.logits
         first_of: dict[int, int] = {}
         for number, group in enumerate(groups):
@@ -382,9 +383,10 @@ def _check_column(
 
 
 def _apart(width: int, dtype: torch.dtype) -> int:
-    """Return how far rows of so many elements stand apart, lest a linear layer copies them.
+    """Return how far rows of so many elements stand apart.
 
-    Rows a multiple of 1 KiB apart crowd into a few lines of the first cache (linear.h).
+    A multiple of 1 KiB would crowd them into a few lines of the first cache; rows a multiple of 2
+    KiB apart, a linear layer would copy (linear.h).
     """
     return width if width * dtype.itemsize % 1024 else width + _LINE_BYTES // dtype.itemsize
 

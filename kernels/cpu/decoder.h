@@ -63,7 +63,7 @@ struct Decoder {
     AnyLinear head;          // [E] to [V], or no function
 };
 
-// Finds the angles of each group, of groups that turn alike only once.
+// Finds the angles of each group. Neighbours that turn alike share the memory of one.
 static void turn(const Decoder& a) {
     for (int64_t g = 0; g < a.num_groups; ++g) {
         const DecoderGroup& group = a.groups[g];

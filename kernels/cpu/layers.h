@@ -9,7 +9,7 @@
 
 // Mirrored in kernels/cpu_embedding.py.
 struct Embedding {
-    const char* table;  // [V, E]
+    const char* table;         // [V, E]
     const int64_t* token_ids;  // [T]
     char* out;                 // [T, E]
     int64_t V, T;
